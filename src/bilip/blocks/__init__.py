@@ -1,0 +1,46 @@
+"""Invertible blocks, each with exact inverse, log-determinants and proven bounds."""
+
+from bilip.blocks.actnorm import ActNorm
+from bilip.blocks.additive_coupling import AdditiveCoupling
+from bilip.blocks.affine_coupling import AffineCoupling
+from bilip.blocks.bijection import Bijection
+from bilip.blocks.chain import Chain
+from bilip.blocks.conv1x1 import InvertibleConv1x1
+from bilip.blocks.diagonal_scaling import DiagonalScaling
+from bilip.blocks.factor_out import FactorOut
+from bilip.blocks.flow import Flow
+from bilip.blocks.invert import Invert
+from bilip.blocks.logit import Logit
+from bilip.blocks.partition import Checkerboard, Indices, Partition, Split, Streams
+from bilip.blocks.permutation import Permutation
+from bilip.blocks.scale import EXP, HALF_SIGMOID, SIGMOID, ExpScale, Scale, SigmoidScale, TanhExpScale, scale_from
+from bilip.blocks.squeeze import Squeeze
+
+__all__ = [
+    "EXP",
+    "HALF_SIGMOID",
+    "SIGMOID",
+    "ActNorm",
+    "AdditiveCoupling",
+    "AffineCoupling",
+    "Bijection",
+    "Chain",
+    "Checkerboard",
+    "DiagonalScaling",
+    "ExpScale",
+    "FactorOut",
+    "Flow",
+    "Indices",
+    "Invert",
+    "InvertibleConv1x1",
+    "Logit",
+    "Partition",
+    "Permutation",
+    "Scale",
+    "SigmoidScale",
+    "Split",
+    "Squeeze",
+    "Streams",
+    "TanhExpScale",
+    "scale_from",
+]

@@ -1,0 +1,41 @@
+"""How a coupling block calls its nets and what it asks of them."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor, nn
+
+from bilip.errors import InputError
+
+__all__ = ["call", "require_module", "require_shape", "takes_context"]
+
+
+def require_module(owner: str, name: str, net: object) -> nn.Module:
+    """Return the net, or say what was passed instead."""
+    if not isinstance(net, nn.Module):
+        raise InputError(f"{owner}: {name} must be an nn.Module, got {type(net).__name__}. Wrap a function in a module.")
+    return net
+
+
+def takes_context(net: nn.Module) -> bool:
+    """Whether `net.forward` has room for a second argument."""
+    try:
+        parameters = list(inspect.signature(net.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters) >= 2
+
+
+def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) -> Tensor:
+    """Call a net with its context, where it takes one and there is one."""
+    return net(x, context) if with_context and context is not None else net(x)
+
+
+def require_shape(owner: str, what: str, value: Tensor, like: Tensor) -> None:
+    """The output of a net must have the shape of what it is added to: broadcasting would hide a mistake."""
+    if value.shape != like.shape:
+        raise InputError(
+            f"{owner}: {what} has shape {tuple(value.shape)}, but the part it acts on has {tuple(like.shape)}. "
+            "Give the net as many outputs as that part has entries."
+        )

@@ -1,0 +1,135 @@
+"""Activation normalisation, started from data."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from bilip.bounds import Box, as_float64, log_of
+from bilip.blocks.bijection import Bijection
+from bilip.errors import InputError, NotInitialized
+
+__all__ = ["ActNorm"]
+
+
+class ActNorm(Bijection):
+    r"""$F(x) = (x + b) \odot e^{l}$ with one $b$ and one $l$ for each feature, started so that the first batch has mean 0 and deviation 1.
+
+    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part of the
+    `state_dict`.
+
+    Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
+
+    Args:
+        features: Number of features or channels.
+        dim: Dimension of the batched input that holds them.
+        start: `"data"`, or `"identity"` for a block that is ready at once.
+
+    Example:
+        >>> block = ActNorm(3)
+        >>> z = block(torch.randn(64, 3) * 5 + 2)
+        >>> bool((z.mean(0).abs() < 1e-5).all())
+        True
+    """
+
+    initialized: Tensor
+
+    def __init__(self, features: int, *, dim: int = 1, start: str = "data") -> None:
+        super().__init__()
+        if features < 1 or start not in ("data", "identity"):
+            raise InputError(f"ActNorm(features={features}, start={start!r}): expected features >= 1 and start 'data' or 'identity'.")
+        self.features, self.dim = features, dim
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.log_scale = nn.Parameter(torch.zeros(features))
+        self._ready = start == "identity"  # what the buffer says, readable without waiting for a device
+        self.register_buffer("initialized", torch.tensor(self._ready))
+
+    @torch.no_grad()
+    def initialize(self, x: Tensor) -> None:
+        """Set bias and scale from a batch."""
+        self.check(x, self.features, self.dim)
+        if x.numel() // self.features < 2:
+            raise InputError(
+                f"ActNorm: a batch of shape {tuple(x.shape)} has a single value for each feature, too few for a deviation. "
+                "Start from a larger batch."
+            )
+        values = x.detach().movedim(self.dim, 0).flatten(1).double()
+        if not torch.isfinite(values).all():
+            raise InputError("ActNorm: the batch it should start from holds NaN or Inf.")
+        mean, deviation = values.mean(1), values.std(1)
+        self.bias.copy_(-mean)
+        self.log_scale.copy_(-(deviation + 1e-6).log())
+        self._mark(True)
+
+    def _mark(self, ready: bool) -> None:
+        self._ready = ready
+        self.initialized.fill_(ready)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        loaded = state_dict.get(f"{prefix}initialized")
+        if loaded is not None:
+            self._ready = bool(loaded)
+
+    def _view(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(x, self.features, self.dim)
+        self.check_like(x, self.bias)
+        shape = [1] * x.ndim
+        shape[self.dim] = self.features
+        return self.bias.view(shape), self.log_scale.view(shape)
+
+    def _require_ready(self) -> None:
+        if not self._ready:
+            raise NotInitialized(
+                "ActNorm starts from data and has seen none. Pass one batch through the model in training mode (model.train(); "
+                "model(x)), or build it with start='identity'."
+            )
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        if not self._ready and self.training:
+            self.initialize(x)
+        self._require_ready()
+        bias, log_scale = self._view(x)
+        return (x + bias) * log_scale.exp()
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        self._require_ready()
+        bias, log_scale = self._view(z)
+        return z * (-log_scale).exp() - bias
+
+    def _log_det(self, x: Tensor) -> Tensor:
+        return (self.log_scale.sum() * (math.prod(x.shape[1:]) // self.features)).expand(x.shape[0])
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self(x), self._log_det(x)
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.inverse(z), -self._log_det(z)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        self._require_ready()
+        return float(as_float64(self.log_scale).max()) + log_of(1.0)
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        self._require_ready()
+        return -float(as_float64(self.log_scale).min()) + log_of(1.0)
+
+    def _exact(self, box: Box) -> tuple[Tensor, Tensor]:
+        shape = [1] * len(box.shape)
+        shape[self.dim - 1 if self.dim > 0 else self.dim] = -1
+        return as_float64(self.bias).view(shape), as_float64(self.log_scale).exp().view(shape)
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        bias, scale = self._exact(box)
+        shifted = Box.outward(box.low + bias, box.high + bias)
+        return Box.outward(shifted.low * scale, shifted.high * scale)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        bias, scale = self._exact(box)
+        unscaled = Box.outward(box.low / scale, box.high / scale)
+        return Box.outward(unscaled.low - bias, unscaled.high - bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, dim={self.dim}" + ("" if self._ready else ", waiting for data")

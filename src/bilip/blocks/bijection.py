@@ -1,0 +1,245 @@
+"""The interface of every invertible map."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bilip.bounds import BiLipschitz, BlockBound, Box
+from bilip.blocks.reach import Reach, Step
+from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters
+from bilip.nets.certify import remembering
+
+__all__ = ["FORMULAS", "Bijection"]
+
+FORMULAS = ("sharp", "paper")
+
+
+class Bijection(nn.Module):
+    r"""An invertible map $F$ between tensors with a batch dimension, $z = F(x)$.
+
+    A block of your own defines the four maps. To take part in proofs it also defines the two Lipschitz constants and the two
+    interval images at the end of this class; `bilip.testing.check_contract` checks all of it.
+
+    Attributes:
+        shape: Shape of one input sample, where it is known.
+        volume_preserving: `True` if the log-determinant is always zero, which lets a chain skip it.
+
+    Example:
+        >>> import math
+        >>> class Double(Bijection):
+        ...     def forward(self, x, context=None):
+        ...         return 2 * x
+        ...     def inverse(self, z, context=None):
+        ...         return z / 2
+        ...     def forward_and_log_det(self, x, context=None):
+        ...         return 2 * x, x.new_full(x.shape[:1], x[0].numel() * math.log(2))
+        ...     def log_lip(self, box, context=None, formula="sharp"):
+        ...         return math.log(2)
+        ...     def log_lip_inverse(self, box, context=None, formula="sharp"):
+        ...         return -math.log(2)
+        ...     def interval(self, box, context=None):
+        ...         return Box(2 * box.low, 2 * box.high)
+        ...     def interval_inverse(self, box, context=None):
+        ...         return Box(box.low / 2, box.high / 2)
+        >>> Double().bounds()
+        BiLipschitz(forward=2, inverse=0.5, domain=Box(-inf, inf))
+    """
+
+    shape: tuple[int, ...] | None = None
+    volume_preserving: bool = False
+
+    # ---- the maps
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """z = F(x)."""
+
+    @abstractmethod
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        """x = F^-1(z)."""
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
+        if self.volume_preserving:
+            return self(x, context), x.new_zeros(x.shape[:1])
+        raise InputError(f"{type(self).__name__} defines no forward_and_log_det.")
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
+        x = self.inverse(z, context)
+        if self.volume_preserving:
+            return x, z.new_zeros(z.shape[:1])
+        return x, -self.forward_and_log_det(x, context)[1]
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one latent, for inputs of the given shape."""
+        return tuple(shape)
+
+    def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one input, for latents of the given shape."""
+        return tuple(shape)
+
+    # ---- the proofs
+
+    def bounds(
+        self,
+        domain: Box | None = None,
+        *,
+        latent: Box | None = None,
+        context: Box | None = None,
+        formula: str = "sharp",
+    ) -> BiLipschitz:
+        r"""Proven bounds on Lip(F) and Lip(F^-1).
+
+        Args:
+            domain: The box on which F is bounded; F^-1 is bounded on its image. Everywhere by default.
+            latent: Start from a box of latents instead: F^-1 is bounded on it and F on its preimage.
+            context: A box that holds the contexts; any context by default.
+            formula: `"sharp"`, the norm of the matrix of block norms, or `"paper"`, the lemmas of the paper.
+
+        Raises:
+            NoGlobalBound: No constant holds on all of space; pass a box.
+            UnknownLipschitz: A net inside cannot be read; declare its constant.
+            NonFiniteParameters: A parameter is NaN or Inf.
+        """
+        if formula not in FORMULAS:
+            raise InputError(f"bounds(formula={formula!r}): expected one of {', '.join(map(repr, FORMULAS))}.")
+        for name, box in (("domain", domain), ("latent", latent), ("context", context)):
+            if box is not None and not isinstance(box, Box):
+                raise InputError(f"bounds({name}={box!r}): expected a bilip.Box, for example bilip.Box(-4, 4).")
+        if domain is not None and latent is not None:
+            raise InputError("bounds: give a domain or a latent box, not both.")
+        self._require_finite()
+        with torch.no_grad(), remembering():
+            if latent is None:
+                box = self._shaped(self.natural_domain() if domain is None else domain, self.shape)
+                step = self.advance(Reach.start(box), context, formula)
+                return self._result(step, box, step.reach.box, "domain", formula)
+            box = self._shaped(latent, None if self.shape is None else self.out_shape(self.shape))
+            step = self.retreat(Reach.start(box), context, formula)
+            return self._result(step, box, step.reach.box, "domain", formula).swap()
+
+    def enclose(self, box: Box, context: Box | None = None) -> Box:
+        """A box that holds F(box): the interval image cut with a ball around the image of the centre."""
+        with torch.no_grad(), remembering():
+            return self.advance(Reach.start(self._shaped(box, self.shape)), context, "sharp").reach.box
+
+    def enclose_inverse(self, box: Box, context: Box | None = None) -> Box:
+        """A box that holds F^-1(box), likewise."""
+        shape = None if self.shape is None else self.out_shape(self.shape)
+        with torch.no_grad(), remembering():
+            return self.retreat(Reach.start(self._shaped(box, shape)), context, "sharp").reach.box
+
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        """One step of a proof: bound F on the set that reaches this block, enclose its image, bound F^-1 there."""
+        log_forward = self.log_lip(reach.box, context, formula)
+        after = reach.through(lambda box: self.interval(box, context), log_forward)
+        log_inverse = self.log_lip_inverse(after.box, context, formula)
+        return self._step(reach, after, log_forward, log_inverse, name)
+
+    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        """`advance` for the inverse map: bound F^-1 on the set of latents, enclose its preimage, bound F there."""
+        log_forward = self.log_lip_inverse(reach.box, context, formula)
+        after = reach.through(lambda box: self.interval_inverse(box, context), log_forward)
+        log_inverse = self.log_lip(after.box, context, formula)
+        return self._step(reach, after, log_forward, log_inverse, name)
+
+    def _step(self, before: Reach, after: Reach, log_forward: float, log_inverse: float, name: str) -> Step:
+        if max(log_forward, log_inverse) == float("inf") and not before.asked_bounded:
+            where = f"block {name} ({type(self).__name__})" if name else type(self).__name__
+            raise NoGlobalBound(
+                f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
+                "Pass a box, for example bounds(bilip.Box(-4, 4)), for a constant that holds there; or use additive coupling, "
+                "which has a global one."
+            )
+        row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, after.box.magnitude)
+        return Step(log_forward, log_inverse, after, (row,))
+
+    def natural_domain(self) -> Box:
+        """Where F is defined: what `bounds()` without a box speaks about."""
+        return Box.everything()
+
+    def _shaped(self, box: Box, shape: tuple[int, ...] | None) -> Box:
+        if shape is not None:
+            if box.shape and box.shape != tuple(shape):
+                raise InputError(f"the box has shape {box.shape}, but {type(self).__name__} takes samples of shape {tuple(shape)}.")
+            return box.expand(shape)
+        if not box.shape and box != self.natural_domain() and box.is_bounded:
+            raise InputError(
+                f"{type(self).__name__} does not know the shape of its input, so {box} says too little. "
+                "Give the box a shape: bilip.Box(-4, 4, shape=(2,))."
+            )
+        return box
+
+    def _result(self, step: Step, domain: Box, image: Box, given: str, formula: str) -> BiLipschitz:
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        return BiLipschitz(
+            log_forward=step.log_forward,
+            log_inverse=step.log_inverse,
+            domain=domain,
+            image=image,
+            given=given,
+            formula=formula,
+            eps=torch.finfo(dtype).eps,
+            blocks=step.blocks,
+        )
+
+    def _require_finite(self) -> None:
+        for name, value in (*self.named_parameters(), *self.named_buffers()):
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                bad = int((~torch.isfinite(value)).sum())
+                raise NonFiniteParameters(
+                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so nothing can be proved. "
+                    "Load an earlier checkpoint, or find the step where training diverged."
+                )
+
+    # ---- what a block states about itself, in real arithmetic
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        """Log of an upper bound on Lip(F) on a box; `inf` if there is none."""
+        raise self._unproved("log_lip")
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        """Log of an upper bound on Lip(F^-1) on a box of latents."""
+        raise self._unproved("log_lip_inverse")
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        """A box that holds F(box), by interval arithmetic."""
+        raise self._unproved("interval")
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        """A box that holds F^-1(box), by interval arithmetic."""
+        raise self._unproved("interval_inverse")
+
+    def _unproved(self, name: str) -> BilipError:
+        return BilipError(f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method to the block.")
+
+    # ---- input checks
+
+    def check(self, x: Tensor, features: int | None = None, dim: int = 1) -> None:
+        """Raise an `InputError` unless `x` is a batch of floats that fits the parameters of this block."""
+        who = type(self).__name__
+        if not isinstance(x, Tensor):
+            raise InputError(f"{who}: expected a tensor, got {type(x).__name__}. Convert it with torch.as_tensor.")
+        if not x.is_floating_point():
+            raise InputError(f"{who}: expected floating-point input, got {x.dtype}. Convert it with x.float().")
+        if x.ndim < 2:
+            raise InputError(f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension with x[None].")
+        if features is not None and (not -x.ndim <= dim < x.ndim or x.shape[dim] != features):
+            raise InputError(f"{who}: expected {features} features along dimension {dim}, got an input of shape {tuple(x.shape)}.")
+
+    def check_like(self, x: Tensor, parameter: Tensor) -> None:
+        """Raise an `InputError` unless `x` has the dtype and device of a parameter."""
+        if x.device != parameter.device:
+            raise InputError(
+                f"{type(self).__name__}: the input is on {x.device}, the parameters on {parameter.device}. Move one of them with .to()."
+            )
+        if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise InputError(
+                f"{type(self).__name__}: the input is {x.dtype}, the parameters are {parameter.dtype}. "
+                "Convert one of them, for example model.to(x.dtype)."
+            )

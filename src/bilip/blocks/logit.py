@@ -1,0 +1,88 @@
+"""From the unit interval to the real line."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bilip.bounds import Box, log_of
+from bilip.blocks.bijection import Bijection
+from bilip.errors import InputError
+
+__all__ = ["Logit"]
+
+
+class Logit(Bijection):
+    r"""$F(x) = \mathrm{logit}(\alpha + (1 - 2\alpha) x)$ for $x \in [0, 1]$; NaN outside the interval where the logit exists.
+
+    With $\alpha > 0$ it is bi-Lipschitz on $[0, 1]$; its inverse is on the whole line.
+
+    Args:
+        alpha: How far the ends of the unit interval are moved inward, in [0, 1/2).
+
+    Example:
+        >>> block = Logit(alpha=0.05)
+        >>> block.bounds().domain
+        Box(0, 1)
+    """
+
+    def __init__(self, alpha: float = 0.05) -> None:
+        super().__init__()
+        if not 0 <= alpha < 0.5:
+            raise InputError(f"Logit(alpha={alpha}): expected a number in [0, 0.5).")
+        self.alpha = float(alpha)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        self.check(x)
+        return torch.logit(self.alpha + (1 - 2 * self.alpha) * x)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        self.check(z)
+        return (torch.sigmoid(z) - self.alpha) / (1 - 2 * self.alpha)
+
+    def _log_det(self, z: Tensor) -> Tensor:
+        return (math.log1p(-2 * self.alpha) - F.logsigmoid(z) - F.logsigmoid(-z)).flatten(1).sum(1)
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z = self(x)
+        return z, self._log_det(z)
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.inverse(z), -self._log_det(z)
+
+    def natural_domain(self) -> Box:
+        return Box(0.0, 1.0)
+
+    def _probabilities(self, box: Box) -> Box:
+        low, high = (self.alpha + (1 - 2 * self.alpha) * end for end in (box.low, box.high))
+        if bool((low < 0).any() or (high > 1).any()):
+            raise InputError(f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {box} reaches outside. Pass Box(0, 1).")
+        return Box(low, high)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        # (1 - 2a) / (p (1 - p)) is convex, so largest at an end.
+        p = self._probabilities(box)
+        narrowest = min(float((end * (1 - end)).min()) for end in (p.low, p.high))
+        return log_of((1 - 2 * self.alpha) / narrowest * (1 + 1e-13)) if narrowest > 0 else math.inf
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        # sigmoid' peaks at 0.
+        nearest = torch.zeros_like(box.low).clamp(box.low, box.high)
+        gate = torch.sigmoid(nearest)
+        return log_of(float((gate * torch.sigmoid(-nearest)).max()) / (1 - 2 * self.alpha) * (1 + 1e-13))
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        p = self._probabilities(box)
+        # A relative error of p moves the logit by that error over 1 - p.
+        error = 1e-15 * (1 + 1 / (1 - p.high).clamp_min(1e-300) + 1 / p.low.clamp_min(1e-300))
+        return Box.outward(torch.logit(p.low), torch.logit(p.high), error)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        low, high = ((torch.sigmoid(end) - self.alpha) / (1 - 2 * self.alpha) for end in (box.low, box.high))
+        return Box.outward(low, high, 1e-15)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha:g}"

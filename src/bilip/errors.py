@@ -1,0 +1,56 @@
+"""Everything bilip raises. Each message says what was passed, what was expected and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BilipError",
+    "CheckpointError",
+    "ContractViolation",
+    "InputError",
+    "MissingExtra",
+    "NoGlobalBound",
+    "NonFiniteParameters",
+    "NotInitialized",
+    "PartitionError",
+    "UnknownLipschitz",
+]
+
+
+class BilipError(Exception):
+    """The family: `except bilip.BilipError` catches whatever bilip itself objects to."""
+
+
+class InputError(BilipError, ValueError):
+    """A tensor or an argument of the wrong type, shape, dtype, device or value."""
+
+
+class PartitionError(BilipError, ValueError):
+    """A split of the features that is empty, overlaps or does not cover its input."""
+
+
+class NotInitialized(BilipError, RuntimeError):
+    """A block that starts from data was used before it saw any."""
+
+
+class NoGlobalBound(BilipError, ValueError):
+    """The map has no Lipschitz constant on all of its domain; on a bounded box it has one."""
+
+
+class UnknownLipschitz(BilipError, TypeError):
+    """A net inside a block whose Lipschitz constant cannot be proved from its layers."""
+
+
+class NonFiniteParameters(BilipError, ValueError):
+    """Weights that are NaN or Inf: nothing can be proved about them."""
+
+
+class CheckpointError(BilipError, ValueError):
+    """A checkpoint that is missing, truncated, foreign or does not fit the model."""
+
+
+class MissingExtra(BilipError, ImportError):
+    """An optional dependency that is not installed; the message names the extra."""
+
+
+class ContractViolation(BilipError, AssertionError):
+    """A bijection broke one of the promises checked by `bilip.testing`."""

@@ -1,0 +1,8 @@
+"""Ready-made networks as functions, and their checkpoints."""
+
+from bilip.models.checkpoint import flow, load, save
+from bilip.models.classifier import Classifier, classifier
+from bilip.models.glow import glow
+from bilip.models.real_nvp import real_nvp
+
+__all__ = ["Classifier", "classifier", "flow", "glow", "load", "real_nvp", "save"]

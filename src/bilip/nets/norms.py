@@ -1,0 +1,228 @@
+r"""Operator norms: exact for matrices, certified upper bounds for convolutions, lower bounds by power iteration.
+
+**Convolutions.** A stride-1 convolution with zero padding on an $n \times n$ image is a compression (a restriction of inputs and
+outputs) of the circular convolution on any torus of side $N \ge n + k - 1$, so its norm is at most that of the circular one, which
+the Fourier transform turns into one small matrix a frequency: $\max_\theta \|\hat K(\theta)\|_2$. With circular padding the torus
+is the image itself and the value is exact.
+
+**Unknown or large images.** $u^* \hat K(\theta) v$ is a trigonometric polynomial of degree $(k-1)/2$ after a shift, and such a
+polynomial is at most $1/\cos(\pi (k-1)/(2N))$ times its largest value on an $N$-point grid, in each dimension. A coarse grid times
+this factor bounds the norm for *every* image size.
+
+**Strides.** Sorting the pixels of the input by their position modulo the stride is a rearrangement, hence an isometry, and turns a
+stride-$s$ convolution into a stride-1 convolution with $s^2$ times as many input channels and $\lceil k/s \rceil$ taps.
+
+**Wide layers.** Gram iteration: $\|A\|_2 \le \|(A^* A)^{2^{t-1}}\|_F^{2^{-t}}$, an upper bound for every $t$ that exceeds the norm by a
+factor of at most $r^{2^{-t-1}}$ for rank $r$ (Delattre et al., *Efficient bound of Lipschitz constant for convolutional layers by
+Gram iteration*, 2023).
+
+Power iteration approaches a norm from below; here it is only ever called a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bilip.bounds import EPS
+from bilip.errors import InputError, NonFiniteParameters
+
+__all__ = ["conv_norm", "gram_norm", "matrix_norm", "power_lower_bound", "smallest_singular_value"]
+
+SVD_WIDTH = 48  # up to this many channels on the narrow side an SVD per frequency is fast
+
+
+def matrix_norm(weight: Tensor) -> float:
+    r"""$\|W\|_2$ by SVD in float64, rounded up.
+
+    Example:
+        >>> round(matrix_norm(torch.diag(torch.tensor([3.0, 0.5]))), 9)
+        3.0
+    """
+    _require_finite(weight, "matrix_norm")
+    if weight.numel() == 0:
+        return 0.0
+    return float(torch.linalg.matrix_norm(weight.detach().double().cpu(), ord=2)) * (1 + _svd_error(weight.shape))
+
+
+def smallest_singular_value(weight: Tensor) -> float:
+    r"""$\sigma_{\min}(W)$ by SVD in float64, rounded down; 0 when it cannot be told from 0."""
+    _require_finite(weight, "smallest_singular_value")
+    values = torch.linalg.svdvals(weight.detach().double().cpu())
+    return max(0.0, float(values[-1]) - float(values[0]) * _svd_error(weight.shape))
+
+
+def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
+    r"""Certified upper bound on $\max_i \|A_i\|_2$ over a batch of real or complex matrices, differentiable.
+
+    Example:
+        >>> a = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
+        >>> round(float(gram_norm(a[None])), 6)
+        2.0
+    """
+    wide = matrices.shape[-1] > matrices.shape[-2]
+    a = matrices if not wide else matrices.mH
+    rank = a.shape[-1]
+    log = torch.zeros(matrices.shape[:-2], dtype=a.real.dtype, device=a.device)
+    for step in range(steps):
+        size = torch.linalg.matrix_norm(a).clamp_min(torch.finfo(log.dtype).tiny)
+        log = log + size.log() * 2.0**-step
+        a = a / size[..., None, None]
+        a = a.mH @ a
+    size = torch.linalg.matrix_norm(a).clamp_min(torch.finfo(log.dtype).tiny)
+    log = log + size.log() * 2.0**-steps
+    # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
+    # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series.
+    slack = 8 * (matrices.shape[-2] + matrices.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
+    return log.max().exp() * (1 + slack)
+
+
+def conv_norm(
+    weight: Tensor,
+    *,
+    size: Sequence[int] | None = None,
+    padding_mode: str = "zeros",
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    method: str = "auto",
+) -> float:
+    """Certified upper bound on the operator norm of a convolution (any number of spatial dimensions).
+
+    Args:
+        weight: Kernel, `(out, in / groups, *taps)`.
+        size: Spatial size of the input; without it the bound holds for every size.
+        padding_mode: `"zeros"` (any amount of padding) or `"circular"` (padding that keeps the size; stride 1).
+        stride: Stride; see the module's text for the argument.
+        dilation: Dilation of the taps.
+        groups: Channel groups: the operator is block diagonal, its norm the largest of the groups'.
+        method: `"svd"`, `"gram"`, or `"auto"`: an SVD for up to 48 channels on the narrow side, Gram iteration beyond.
+
+    Example:
+        >>> mean = torch.full((1, 1, 3, 3), 1 / 9)
+        >>> round(conv_norm(mean, size=(16, 16), padding_mode="circular"), 6)
+        1.0
+    """
+    _require_finite(weight, "conv_norm")
+    symbol, slack = conv_symbol(
+        weight.detach().double().cpu(), size=size, padding_mode=padding_mode, stride=stride, dilation=dilation, groups=groups
+    )
+    if symbol.numel() == 0:
+        return 0.0
+    if method not in ("auto", "svd", "gram"):
+        raise InputError(f"conv_norm: method={method!r}; expected 'auto', 'svd' or 'gram'.")
+    if method == "svd" or (method == "auto" and min(symbol.shape[-2:]) <= SVD_WIDTH):
+        norm = float(torch.linalg.matrix_norm(symbol, ord=2).max()) * (1 + _svd_error(symbol.shape[-2:]))
+    else:
+        norm = float(gram_norm(symbol))
+    return norm * slack
+
+
+def conv_symbol(
+    weight: Tensor,
+    *,
+    size: Sequence[int] | None = None,
+    padding_mode: str = "zeros",
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> tuple[Tensor, float]:
+    r"""The matrices $\hat K(\theta)$ on a grid, and the factor by which their largest norm may fall short of the operator's.
+
+    Differentiable in `weight`. The matrices have shape `(frequencies * groups, out / groups, in / groups)`.
+    """
+    dims = weight.ndim - 2
+    strides, dilations = _per_dim(stride, dims), _per_dim(dilation, dims)
+    if padding_mode not in ("zeros", "circular"):
+        raise InputError(
+            f"conv_norm: padding_mode={padding_mode!r} has no certified bound here; use 'zeros' or 'circular', "
+            "or declare the constant with bilip.nets.Declared(net, lipschitz=...)."
+        )
+    if padding_mode == "circular" and (size is None or any(s != 1 for s in strides)):
+        size, padding_mode = None, "circular-any"
+    # Images up to this side get their own torus; larger ones share a grid that serves every size.
+    largest, grid = (48, 32) if min(weight.shape[0] // groups, weight.shape[1]) <= SVD_WIDTH else (24, 16)
+    kernel, taps, sizes = weight.unflatten(0, (groups, -1)), [], []
+    for k in range(dims):
+        n = None if size is None else int(size[k])
+        kernel, offsets, n = _polyphase(kernel, k, strides[k], dilations[k], n)
+        taps.append(offsets)
+        sizes.append(n)
+    slack = 1.0
+    for k in range(dims):
+        degree = (max(taps[k]) - min(taps[k])) / 2
+        if padding_mode == "circular":
+            points = sizes[k]
+        else:
+            n = sizes[k]
+            torus = n + max(taps[k]) - min(taps[k]) if n is not None and padding_mode == "zeros" else None
+            if torus is not None and torus <= largest:
+                points = torus
+            else:
+                points = max(grid, 4 * math.ceil(degree))
+                slack /= math.cos(math.pi * degree / points)
+        last = k == dims - 1  # real kernels: half the frequencies of one dimension suffice
+        freq = torch.arange(points // 2 + 1 if last else points, dtype=torch.float64, device=weight.device)
+        angle = 2 * math.pi / points * freq[:, None] * torch.tensor(taps[k], dtype=torch.float64, device=weight.device)
+        waves = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        kernel = torch.tensordot(kernel.to(torch.complex128), waves, dims=([3], [1]))  # consumes taps, appends frequencies
+    return kernel.flatten(3).permute(3, 0, 1, 2).flatten(0, 1), slack * (1 + 64 * EPS)
+
+
+def _polyphase(
+    kernel: Tensor, dim: int, stride: int, dilation: int, size: int | None
+) -> tuple[Tensor, list[int], int | None]:
+    """Turn a strided dimension (axis 3, the first that still holds taps) into input channels."""
+    count = kernel.shape[3]
+    offsets = [dilation * j for j in range(count)]
+    if stride == 1:
+        return kernel, offsets, size
+    coarse = list(range(offsets[-1] // stride + 1))
+    shape = (*kernel.shape[:2], kernel.shape[2] * stride, len(coarse), *kernel.shape[4:])
+    phases = kernel.new_zeros(shape)
+    view = phases.unflatten(2, (kernel.shape[2], stride))
+    for j, offset in enumerate(offsets):
+        view[:, :, :, offset % stride, offset // stride] = kernel[:, :, :, j]
+    return phases, coarse, None if size is None else math.ceil(size / stride) + 1
+
+
+def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100, seed: int = 0) -> float:
+    """A *lower* bound on the norm of a linear module (its bias ignored), by power iteration in float64.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False).double()
+        >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([3.0, 0.5])))
+        >>> round(power_lower_bound(layer, (2,)), 6)
+        3.0
+    """
+    weight = next(module.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(1, *shape, generator=generator, dtype=torch.float64).to(weight)
+    zero = torch.zeros_like(v)
+    best = 0.0
+    for _ in range(steps):
+        v = v / v.norm()
+        _, jv = torch.func.jvp(module, (zero,), (v,))
+        best = max(best, float(jv.detach().norm()))
+        _, pull = torch.func.vjp(module, zero)
+        (v,) = pull(jv)
+        v = v.detach()
+        if not float(v.norm()):
+            break
+    return best
+
+
+def _per_dim(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def _svd_error(shape: Sequence[int]) -> float:
+    return 8 * (shape[-2] + shape[-1]) * EPS
+
+
+def _require_finite(weight: Tensor, who: str) -> None:
+    if not torch.isfinite(weight).all():
+        raise NonFiniteParameters(f"{who}: the weight of shape {tuple(weight.shape)} holds NaN or Inf; nothing can be proved of it.")

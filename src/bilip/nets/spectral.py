@@ -1,0 +1,127 @@
+r"""Linear and convolution layers whose operator norm is held at or below a coefficient, as certified.
+
+The weight that acts is $W \cdot \min(1, c / \bar\sigma(W))$ with $\bar\sigma(W) \ge \|W\|_2$ a certified upper bound that is
+recomputed, in float64, from the present weight; no state of a power iteration can lag behind it. The bound is differentiable,
+so the coefficient also holds during training.
+
+`torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be several times
+smaller than the convolution's, and it approaches that norm from below.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bilip.errors import InputError
+from bilip.nets.cache import EvalCache
+from bilip.nets.norms import conv_symbol, gram_norm
+
+__all__ = ["HeldConv2d", "HeldLinear"]
+
+
+class HeldLinear(nn.Linear):
+    r"""A linear layer with $\|W\|_2 \le$ `coefficient`.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the output.
+        coefficient: The largest allowed norm.
+        bias: Whether to add a bias.
+
+    Example:
+        >>> from bilip.nets import matrix_norm
+        >>> layer = HeldLinear(8, 8, coefficient=0.9)
+        >>> _ = layer.weight.data.mul_(100)
+        >>> matrix_norm(layer.held_weight()) <= 0.9
+        True
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, coefficient: float, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.coefficient = _check_coefficient(coefficient)
+        self._cache = EvalCache()
+
+    def held_weight(self) -> Tensor:
+        """The weight that acts."""
+        return self._cache.get(self, self.weight, self._hold)
+
+    def _hold(self, weight: Tensor) -> Tensor:
+        return _shrink(weight, gram_norm(weight.double()[None]), self.coefficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.held_weight(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+class HeldConv2d(nn.Conv2d):
+    r"""A convolution whose operator norm is at most `coefficient`, for every image size.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Side of the kernel.
+        coefficient: The largest allowed norm.
+        stride: Stride.
+        padding: Zero padding; by default what keeps the image size at stride 1.
+        bias: Whether to add a bias.
+
+    Example:
+        >>> from bilip.nets import conv_norm
+        >>> layer = HeldConv2d(4, 4, 3, coefficient=0.9)
+        >>> _ = layer.weight.data.fill_(1.0)
+        >>> conv_norm(layer.held_weight()) <= 0.9
+        True
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        coefficient: float,
+        stride: int = 1,
+        padding: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        padding = kernel_size // 2 if padding is None else padding
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+        self.coefficient = _check_coefficient(coefficient)
+        self._cache = EvalCache()
+
+    def held_weight(self) -> Tensor:
+        """The kernel that acts."""
+        return self._cache.get(self, self.weight, self._hold)
+
+    def _hold(self, weight: Tensor) -> Tensor:
+        stride = (int(self.stride[0]), int(self.stride[1]))
+        if self.kernel_size == (1, 1) and stride == (1, 1):
+            return _shrink(weight, gram_norm(weight.double().flatten(1)[None]), self.coefficient)
+        symbol, slack = conv_symbol(weight.double(), stride=stride)
+        return _shrink(weight, gram_norm(symbol) * slack, self.coefficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.held_weight(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
+    # Rounding each entry of the result moves the norm by at most eps/2 * ||W||_F <= eps/2 * sqrt(rank) * ||W||_2, and a
+    # kernel's operator norm by at most sqrt(taps) times that. Certifying again may add the slack of the bound itself.
+    entries = math.sqrt(weight.shape[0] * weight[0].numel())
+    target = coefficient * (1 - entries * torch.finfo(weight.dtype).eps - 1e-8)
+    return (weight * torch.clamp(target / bound, max=1.0)).to(weight.dtype)
+
+
+def _check_coefficient(coefficient: float) -> float:
+    if not (isinstance(coefficient, (int, float)) and 0 < coefficient < math.inf):
+        raise InputError(f"coefficient={coefficient!r}: the largest allowed operator norm must be a positive number.")
+    return float(coefficient)
