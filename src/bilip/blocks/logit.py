@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilip.bounds import Box, log_of
 from bilip.blocks.bijection import Bijection
+from bilip.blocks.reach import Reach, Step
 from bilip.errors import InputError
 
 __all__ = ["Logit"]
@@ -56,11 +57,16 @@ class Logit(Bijection):
     def natural_domain(self) -> Box:
         return Box(0.0, 1.0)
 
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        edge = self.alpha / (1 - 2 * self.alpha)
+        if bool((reach.box.low < -edge).any() or (reach.box.high > 1 + edge).any()):
+            raise InputError(
+                f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {reach.box} reaches outside. Pass bilip.Box(0, 1)."
+            )
+        return super().advance(reach, context, formula, name)
+
     def _probabilities(self, box: Box) -> Box:
-        low, high = (self.alpha + (1 - 2 * self.alpha) * end for end in (box.low, box.high))
-        if bool((low < 0).any() or (high > 1).any()):
-            raise InputError(f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {box} reaches outside. Pass Box(0, 1).")
-        return Box(low, high)
+        return Box(*((self.alpha + (1 - 2 * self.alpha) * end).clamp(0.0, 1.0) for end in (box.low, box.high)))
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         # (1 - 2a) / (p (1 - p)) is convex, so largest at an end.

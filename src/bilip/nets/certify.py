@@ -94,8 +94,8 @@ def log_lipschitz(net: nn.Module, shape: Shape | None = None, outputs: slice | N
     if memo is None:
         return _log_lipschitz(net, shape, outputs)
     if key not in memo:
-        memo[key] = _log_lipschitz(net, shape, outputs)
-    return memo[key]
+        memo[key] = (net, _log_lipschitz(net, shape, outputs))  # holding the net keeps its id from being used again
+    return memo[key][1]
 
 
 @contextlib.contextmanager

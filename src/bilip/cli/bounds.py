@@ -1,0 +1,71 @@
+"""`bilip bounds`: what is proved about a model, block by block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["bounds"]
+
+
+def bounds(
+    target: Annotated[str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")],
+    box: Annotated[tuple[float, float] | None, typer.Option(help="Prove bounds for inputs in this box, as in --box -4 4.")] = None,
+    latent: Annotated[tuple[float, float] | None, typer.Option(help="Start from a box of latents instead.")] = None,
+    formula: Annotated[str, typer.Option(help="sharp or paper.")] = "sharp",
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None,
+) -> None:
+    """Print proven bounds on Lip(F) and Lip(F^-1), per block and in total.
+
+    Without a box the bounds hold everywhere; a model without a global bound then ends in an error that says so.
+    """
+    from bilip.bounds import Box
+    from bilip.cli._target import load_bijection
+
+    model = load_bijection(target)
+    domain = None if box is None else Box(*box)
+    start = None if latent is None else Box(*latent)
+    with Console(stderr=True).status("proving bounds ..."):
+        bound = model.bounds(domain, latent=start, formula=formula)
+    table = Table(title=f"{target}: proven Lipschitz constants, log10", title_justify="left")
+    for k, head in enumerate(("block", "kind", "Lip f", "Lip f⁻¹", "total F", "total F⁻¹", "max |box|")):
+        table.add_column(head, justify="left" if k < 2 else "right")
+    for row in bound.rows():
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    console.print(repr(bound), highlight=False, markup=False)
+    for remark in bound.remarks():
+        console.print(remark, highlight=False, markup=False)
+    if out is not None:
+        write_json(bound, target, out)
+        console.print(f"wrote {out}", highlight=False)
+
+
+def write_json(bound, target: str, path: Path) -> None:
+    """The numbers of a bound, infinities as strings, whole or not at all."""
+    document = {
+        "target": target,
+        "formula": bound.formula,
+        "domain": repr(bound.domain),
+        "image": repr(bound.image),
+        "given": bound.given,
+        "log_forward": _json(bound.log_forward),
+        "log_inverse": _json(bound.log_inverse),
+        "blocks": [
+            {"name": b.name, "kind": b.kind, "log_forward": _json(b.log_forward), "log_inverse": _json(b.log_inverse)}
+            for b in bound.blocks
+        ],
+    }
+    aside = path.with_name(f".{path.name}.aside")
+    aside.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    aside.replace(path)
+
+
+def _json(value: float) -> float | str:
+    return value if abs(value) != float("inf") else ("inf" if value > 0 else "-inf")
