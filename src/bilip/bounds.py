@@ -28,7 +28,7 @@ INF = math.inf
 
 def as_float64(value: object) -> Tensor:
     """A detached float64 copy on the CPU, where all proofs are computed."""
-    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64).detach().to("cpu")
 
 
 def log_of(value: float) -> float:

@@ -11,7 +11,7 @@ from bilip.bounds import Box, log_of, log_product, log_sum, log_triangular_norm
 from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
-from bilip.blocks.scale import SIGMOID, Scale, Suprema, scale_from
+from bilip.blocks.scale import SIGMOID, Scale, scale_from
 from bilip.errors import InputError
 from bilip.nets import certify
 
@@ -116,7 +116,8 @@ class AffineCoupling(Bijection):
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         part, moved = self.partition.split_box(box)
         log_t, log_s = self._log_constants(part)
-        _, sup = self._enclose_nets(part, context)
+        _, raw = self._enclose_nets(part, context)
+        sup = self.scale.suprema(raw.low, raw.high)
         if formula == "paper":
             off = log_sum(log_product(log_of(box.magnitude), _log_max(sup.slope), log_s), log_t)
             return log_sum(max(0.0, _log_max(sup.value)), off)
@@ -127,7 +128,8 @@ class AffineCoupling(Bijection):
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         part, moved = self.partition.split_box(box)
         log_t, log_s = self._log_constants(part)
-        shift, sup = self._enclose_nets(part, context)
+        shift, raw = self._enclose_nets(part, context)
+        sup = self.scale.suprema(raw.low, raw.high)
         reciprocal, slope = _log_max(sup.reciprocal), _log_max(sup.reciprocal_slope)
         if formula == "paper":
             off = log_sum(
@@ -170,36 +172,29 @@ class AffineCoupling(Bijection):
         half = _last_rows(self.t) // 2
         return slice(0, half), slice(half, 2 * half)
 
-    def _enclose_nets(self, part: Box, context: Box | None) -> tuple[Box, Suprema]:
-        """A box for t over the conditioning part, and the suprema of the scale there."""
-        raw = self._raw_box(part, context)
-        return self._shift_box(part, context), self.scale.suprema(raw.low, raw.high)
-
-    def _joint_box(self, part: Box, context: Box | None) -> Box:
-        return certify.ball_and_interval(self.t, part, context if self._context else None)
-
-    def _half(self, box: Box, index: int) -> Box:
-        dim = self.partition.feature_dim
-        return box.map(lambda end: end[None].chunk(2, dim)[index][0]) if box.shape else box
-
-    def _shift_box(self, part: Box, context: Box | None) -> Box:
-        box = self._joint_box(part, context)
-        return self.partition.outputs_box(box if self.s is not None else self._half(box, 0))
-
-    def _raw_box(self, part: Box, context: Box | None) -> Box:
-        if self.s is None:
-            return self.partition.outputs_box(self._half(self._joint_box(part, context), 1))
-        return self.partition.outputs_box(certify.ball_and_interval(self.s, part, context if self._s_context else None))
+    def _enclose_nets(self, part: Box, context: Box | None) -> tuple[Box, Box]:
+        """Boxes that hold t and s over the conditioning part."""
+        shift = certify.ball_and_interval(self.t, part, context if self._context else None)
+        if self.s is not None:
+            raw = certify.ball_and_interval(self.s, part, context if self._s_context else None)
+        else:
+            dim = self.partition.feature_dim
+            shift, raw = (
+                shift.map(lambda end, k=k: end[None].chunk(2, dim)[k][0]) if shift.shape else shift for k in (0, 1)
+            )
+        return self.partition.outputs_box(shift), self.partition.outputs_box(raw)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         part, moved = self.partition.split_box(box)
-        gain, shift = self.scale.enclose(self._raw_box(part, context)), self._shift_box(part, context)
+        shift, raw = self._enclose_nets(part, context)
+        gain = self.scale.enclose(raw)
         low, high = _interval_product(moved.low, moved.high, gain)
         return self.partition.merge_box(part, Box.outward(low + shift.low, high + shift.high, _rounding(low, high)))
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
         part, moved = self.partition.split_box(box)
-        gain, shift = self.scale.enclose(self._raw_box(part, context)), self._shift_box(part, context)
+        shift, raw = self._enclose_nets(part, context)
+        gain = self.scale.enclose(raw)
         inverse = Box(1 / gain.high * (1 - 1e-15), 1 / gain.low * (1 + 1e-15))
         centered = Box.outward(moved.low - shift.high, moved.high - shift.low)
         low, high = _interval_product(centered.low, centered.high, inverse)

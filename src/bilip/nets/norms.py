@@ -175,18 +175,17 @@ def conv_symbol(
 def _polyphase(
     kernel: Tensor, dim: int, stride: int, dilation: int, size: int | None
 ) -> tuple[Tensor, list[int], int | None]:
-    """Turn a strided dimension (axis 3, the first that still holds taps) into input channels."""
-    count = kernel.shape[3]
-    offsets = [dilation * j for j in range(count)]
+    """The taps of one spatial dimension, its stride turned into input channels (axis 2)."""
+    offsets = [dilation * j for j in range(kernel.shape[3 + dim])]
     if stride == 1:
         return kernel, offsets, size
     coarse = list(range(offsets[-1] // stride + 1))
-    shape = (*kernel.shape[:2], kernel.shape[2] * stride, len(coarse), *kernel.shape[4:])
-    phases = kernel.new_zeros(shape)
-    view = phases.unflatten(2, (kernel.shape[2], stride))
+    taps = kernel.movedim(3 + dim, 3)
+    phases = kernel.new_zeros(*taps.shape[:3], stride, len(coarse), *taps.shape[4:])
     for j, offset in enumerate(offsets):
-        view[:, :, :, offset % stride, offset // stride] = kernel[:, :, :, j]
-    return phases, coarse, None if size is None else math.ceil(size / stride) + 1
+        phases[:, :, :, offset % stride, offset // stride] = taps[:, :, :, j]
+    # The image, cut into phases, may begin in the middle of a stride: one more pixel covers that.
+    return phases.flatten(2, 3).movedim(3, 3 + dim), coarse, None if size is None else math.ceil(size / stride) + 1
 
 
 def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100, seed: int = 0) -> float:

@@ -1,0 +1,194 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bilip.errors import InputError, NonFiniteParameters
+from bilip.nets import HeldConv2d, HeldLinear, conv_norm, gram_norm, matrix_norm, power_lower_bound
+from bilip.nets.norms import smallest_singular_value
+
+
+def dense_norm(conv: nn.Module, shape: tuple[int, ...]) -> float:
+    """The operator written out as a matrix, then an SVD."""
+    size = torch.Size(shape).numel()
+    rows = conv(torch.eye(size, dtype=torch.float64).view(size, *shape)).detach().flatten(1)
+    return float(torch.linalg.matrix_norm(rows, ord=2))
+
+
+def conv_with(weight: torch.Tensor, **options) -> nn.Conv2d:
+    conv = nn.Conv2d(weight.shape[1] * options.get("groups", 1), weight.shape[0], weight.shape[2:], bias=False, **options).double()
+    conv.weight.data.copy_(weight)
+    return conv
+
+
+KERNELS = {
+    "normal": lambda o, i, k: torch.randn(o, i, k, k, dtype=torch.float64),
+    "positive": lambda o, i, k: torch.rand(o, i, k, k, dtype=torch.float64),
+    "sparse": lambda o, i, k: torch.randn(o, i, k, k, dtype=torch.float64) * (torch.rand(o, i, k, k) < 0.3),
+    "horizontal": lambda o, i, k: torch.randn(o, i, 1, k, dtype=torch.float64).expand(o, i, k, k).contiguous(),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("channels", [(1, 1), (3, 8), (16, 4), (16, 16)])
+@pytest.mark.parametrize("method", ["svd", "gram"])
+def test_zero_padded_norm_is_tight(kernel, channels, method):
+    """Never below the dense operator, at most 1.05 above it: 3x3, stride 1, zero padding, 16x16 images."""
+    weight = KERNELS[kernel](channels[1], channels[0], 3)
+    true = dense_norm(conv_with(weight, padding=1), (channels[0], 16, 16))
+    bound = conv_norm(weight, size=(16, 16), method=method)
+    assert true * (1 - 1e-12) <= bound <= 1.05 * true
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    inputs=st.integers(1, 4),
+    outputs=st.integers(1, 4),
+    taps=st.sampled_from([1, 2, 3, 5]),
+    height=st.integers(1, 7),
+    width=st.integers(1, 7),
+    padding=st.integers(0, 3),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    known=st.booleans(),
+    kernel=st.sampled_from(sorted(KERNELS)),
+)
+def test_never_below_the_dense_operator(seed, inputs, outputs, taps, height, width, padding, stride, dilation, known, kernel):
+    if min(height, width) + 2 * padding < dilation * (taps - 1) + 1:
+        return
+    torch.manual_seed(seed)
+    weight = KERNELS[kernel](outputs, inputs, taps)
+    conv = conv_with(weight, padding=padding, stride=stride, dilation=dilation)
+    true = dense_norm(conv, (inputs, height, width))
+    size = (height, width) if known else None
+    assert conv_norm(weight, size=size, stride=stride, dilation=dilation) >= true * (1 - 1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), taps=st.sampled_from([1, 3, 5]), side=st.integers(3, 8), known=st.booleans(), stride=st.integers(1, 2))
+def test_circular_padding(seed, taps, side, known, stride):
+    torch.manual_seed(seed)
+    weight = torch.randn(3, 2, taps, taps, dtype=torch.float64)
+    conv = conv_with(weight, padding=taps // 2, padding_mode="circular", stride=stride)
+    true = dense_norm(conv, (2, side, side))
+    bound = conv_norm(weight, size=(side, side) if known else None, padding_mode="circular", stride=stride)
+    assert bound >= true * (1 - 1e-12)
+    if known and stride == 1:
+        assert bound <= true * (1 + 1e-9)  # exact
+
+
+def test_stride_two_argument_is_sharper_than_dropping_rows():
+    weight = torch.rand(4, 4, 3, 3, dtype=torch.float64)
+    true = dense_norm(conv_with(weight, padding=1, stride=2), (4, 16, 16))
+    strided, dropped = conv_norm(weight, size=(16, 16), stride=2), conv_norm(weight, size=(16, 16))
+    assert true <= strided <= 1.1 * true
+    assert strided < 0.7 * dropped
+
+
+def test_groups_and_one_dimension():
+    weight = torch.randn(6, 2, 3, 3, dtype=torch.float64)
+    true = dense_norm(conv_with(weight, padding=1, groups=3), (6, 8, 8))
+    assert true <= conv_norm(weight, size=(8, 8), groups=3) <= 1.1 * true
+    line = nn.Conv1d(2, 3, 3, padding=1, bias=False).double()
+    assert dense_norm(line, (2, 20)) <= conv_norm(line.weight, size=(20,)) <= 1.05 * dense_norm(line, (2, 20))
+
+
+@pytest.mark.parametrize("taps", [3, 5, 7])
+def test_spectral_norm_of_torch_is_not_a_bound_for_convolutions(taps):
+    """It flattens the kernel: the "normalised" convolution still stretches, several times for a positive kernel."""
+    conv = nn.Conv2d(16, 16, taps, padding=taps // 2, bias=False).double()
+    nn.init.uniform_(conv.weight)
+    conv = nn.utils.parametrizations.spectral_norm(conv, n_power_iterations=200).eval()
+    true = power_lower_bound(conv, (16, 32, 32), steps=30)
+    assert true > 2.5
+    assert conv_norm(conv.weight, size=(32, 32)) >= true
+    held = HeldConv2d(16, 16, taps, coefficient=1.0, bias=False).double()
+    held.weight.data.copy_(conv.weight.detach())
+    assert power_lower_bound(held, (16, 32, 32), steps=30) <= 1.0
+
+
+def test_power_iteration_is_only_a_lower_bound():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False).double()
+    few, many = power_lower_bound(layer, (64,), steps=2), power_lower_bound(layer, (64,), steps=500)
+    assert few < many <= matrix_norm(layer.weight)
+
+
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 12), columns=st.integers(1, 12), scale=st.sampled_from([1e-30, 1.0, 1e30]))
+@settings(max_examples=40, deadline=None)
+def test_gram_iteration_bounds_from_above(seed, rows, columns, scale):
+    torch.manual_seed(seed)
+    matrices = scale * torch.randn(3, rows, columns, dtype=torch.complex128)
+    true = float(torch.linalg.matrix_norm(matrices, ord=2).max())
+    assert true <= float(gram_norm(matrices)) <= 1.01 * true
+    assert true <= float(gram_norm(matrices, steps=2))
+
+
+def test_gram_norm_gradient():
+    matrix = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: gram_norm(a, steps=4), (matrix,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    coefficient=st.floats(0.01, 5),
+    size=st.floats(1e-3, 1e3),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    stride=st.integers(1, 2),
+)
+def test_held_layers_stay_below_their_coefficient_as_certified(seed, coefficient, size, dtype, stride):
+    torch.manual_seed(seed)
+    linear = HeldLinear(5, 7, coefficient=coefficient).to(dtype)
+    conv = HeldConv2d(3, 4, 3, coefficient=coefficient, stride=stride).to(dtype)
+    with torch.no_grad():
+        linear.weight.mul_(size)
+        conv.weight.mul_(size)
+    assert matrix_norm(linear.held_weight()) <= coefficient
+    assert conv_norm(conv.held_weight(), stride=stride) <= coefficient
+    assert conv_norm(conv.held_weight(), size=(8, 8), stride=stride) <= coefficient
+    small = HeldLinear(5, 7, coefficient=coefficient).to(dtype)
+    small.weight.data.mul_(0.5 * coefficient / matrix_norm(small.weight))
+    assert torch.equal(small.held_weight(), small.weight)  # nothing is shrunk that need not be
+
+
+def test_held_layers_stay_held_while_training():
+    torch.manual_seed(0)
+    net = nn.Sequential(HeldLinear(4, 16, coefficient=0.9), nn.ReLU(), HeldLinear(16, 4, coefficient=0.9))
+    optimizer = torch.optim.SGD(net.parameters(), lr=5.0)
+    for _ in range(20):
+        x = torch.randn(32, 4)
+        optimizer.zero_grad()
+        (net(x) - 10 * x).square().mean().backward()
+        optimizer.step()
+        assert all(matrix_norm(layer.held_weight()) <= 0.9 for layer in (net[0], net[2]))
+    assert matrix_norm(net[0].weight) > 1.0  # the raw weight did grow
+
+
+def test_cached_weight_is_never_stale():
+    layer = HeldLinear(4, 4, coefficient=0.5).eval()
+    with torch.no_grad():
+        first = layer.held_weight()
+        assert layer.held_weight() is first
+        layer.weight.data.mul_(-1)  # moves no version counter
+        assert torch.equal(layer.held_weight(), -first)
+    layer.train()
+    with torch.no_grad():
+        assert layer.held_weight() is not layer.held_weight()
+
+
+def test_smallest_singular_value_of_a_singular_matrix_is_zero():
+    assert smallest_singular_value(torch.ones(3, 3)) == 0.0
+
+
+def test_bad_input():
+    with pytest.raises(NonFiniteParameters, match="NaN or Inf"):
+        matrix_norm(torch.tensor([[float("nan")]]))
+    with pytest.raises(InputError, match="padding_mode='reflect'"):
+        conv_norm(torch.ones(1, 1, 3, 3), padding_mode="reflect")
+    with pytest.raises(InputError, match="method='magic'"):
+        conv_norm(torch.ones(1, 1, 3, 3), method="magic")
+    with pytest.raises(InputError, match="coefficient=0"):
+        HeldLinear(2, 2, coefficient=0)

@@ -1,0 +1,85 @@
+"""No measured gain exceeds a proven bound. The long version is `make soak` (benchmarks/tightness.py)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from catalogue import CATALOGUE, IDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bilip import Box, Chain, Invert, blocks, models
+from bilip.nets import MLP
+from bilip.testing import search_gains
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from tightness import rows_of
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=IDS)
+def test_bounds_hold_with_plain_and_tripled_weights(entry):
+    for factor in (1.0, 3.0):
+        rows = rows_of(entry, seed=1, factor=factor, points=6, steps=4)
+        assert rows
+        assert max(row["excess"] for row in rows) <= 1e-9
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), side=st.floats(0.1, 5.0), scale=st.sampled_from(["sigmoid", "half_sigmoid", "exp", "tanh_exp"]))
+def test_latent_boxes(seed, side, scale):
+    torch.manual_seed(seed)
+    model = models.real_nvp(3, blocks=2, hidden=(6,), scale=scale).double()
+    latent = Box(-side, side, shape=(3,))
+    gains = search_gains(Invert(model), latent, points=6, steps=4, seed=seed)
+    for formula in ("sharp", "paper"):
+        bound = model.bounds(latent=latent, formula=formula)
+        assert bound.given == "latent"
+        assert bound.image == latent
+        assert gains.forward <= bound.inverse * (1 + 1e-9)
+        assert gains.inverse <= bound.forward * (1 + 1e-9)
+        points = model.inverse(latent.sample(50))
+        assert bound.domain.contains(points).all()
+
+
+def test_direct_jacobian_of_the_inverse():
+    """The inverse's gains also by differentiating the inverse itself, at images of points of the box."""
+    torch.manual_seed(2)
+    model = models.real_nvp(4, blocks=3, hidden=(8,), scale="half_sigmoid").double()
+    box = Box(-1, 1, shape=(4,))
+    bound = model.bounds(box)
+    z = model(box.sample(40)).detach()
+    jacobians = torch.func.vmap(torch.func.jacfwd(lambda v: model.inverse(v[None])[0]))(z).detach()
+    gain = float(torch.linalg.matrix_norm(jacobians, ord=2).max())
+    assert bound.inverse_lower <= gain <= bound.inverse
+
+
+def test_gain_search_can_refute_a_wrong_bound():
+    """A bound 1% too small is found out: the search is an adversary, not a formality."""
+    block = blocks.AdditiveCoupling(MLP(2, 2, hidden=(), activation="relu")).double()
+    gains = search_gains(block, Box(-1, 1, shape=(4,)))
+    bound = block.bounds()
+    assert gains.forward > 0.99 * bound.forward
+    assert gains.inverse > 0.99 * bound.inverse
+
+
+def test_lower_bounds():
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=4, hidden=(8,), coupling="additive").double()
+    bound = model.bounds()
+    gains = search_gains(model, Box(-2, 2, shape=(4,)))
+    assert bound.forward_lower <= gains.forward
+    assert bound.inverse_lower <= gains.inverse
+    assert bound.forward_lower == pytest.approx(1 / bound.inverse)
+
+
+def test_running_ball_beats_box_by_box_enclosure():
+    """Isometries one after the other: boxes alone grow by sqrt(d) a block, the ball keeps its radius."""
+    torch.manual_seed(0)
+    chain = Chain(*(blocks.InvertibleConv1x1(8, kind="orthogonal") for _ in range(12)), shape=(8,)).double()
+    box = Box(-1, 1)
+    boxes = box.expand((8,))
+    for block in chain:
+        boxes = block.interval(boxes)
+    assert chain.enclose(box).magnitude < 8**0.5 * 1.001
+    assert boxes.magnitude > 50
