@@ -52,8 +52,8 @@ def log_product(*logs: float) -> float:
     """The logarithm of a product of constants, rounded up; a factor of zero makes it zero."""
     if -INF in logs:
         return -INF
-    log = math.fsum(logs) if INF not in logs else INF
-    return log + EPS * (1 + abs(log))
+    log = sum(logs)
+    return log + EPS * (1 + len(logs) * sum(map(abs, logs))) if log < INF else INF
 
 
 def log_triangular_norm(log_off_diagonal: float, log_diagonal: float) -> float:

@@ -95,6 +95,12 @@ def test_parametrized_layers_are_read_in_eval_mode_only():
     assert torch.equal(before, layer.parametrizations.weight[0]._u)
 
 
+def test_circular_padding_that_repeats_pixels_is_refused():
+    conv = nn.Conv2d(1, 1, 3, padding=2, padding_mode="circular")
+    with pytest.raises(UnknownLipschitz, match="repeats pixels"):
+        log_lipschitz(conv)
+
+
 def test_declared_nets():
     net = Declared(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), lipschitz=3.0)
     assert math.exp(log_lipschitz(net)) == pytest.approx(3.0)

@@ -30,15 +30,16 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("channels", [(1, 1), (3, 8), (16, 4), (16, 16)])
-@pytest.mark.parametrize("method", ["svd", "gram"])
-def test_zero_padded_norm_is_tight(kernel, channels, method):
+SIZES = [(k, c) for k in KERNELS for c in [(1, 1), (3, 8), (16, 4), (8, 8)]] + [("normal", (16, 16)), ("positive", (16, 16))]
+
+
+@pytest.mark.parametrize(("kernel", "channels"), SIZES)
+def test_zero_padded_norm_is_tight(kernel, channels):
     """Never below the dense operator, at most 1.05 above it: 3x3, stride 1, zero padding, 16x16 images."""
     weight = KERNELS[kernel](channels[1], channels[0], 3)
     true = dense_norm(conv_with(weight, padding=1), (channels[0], 16, 16))
-    bound = conv_norm(weight, size=(16, 16), method=method)
-    assert true * (1 - 1e-12) <= bound <= 1.05 * true
+    for method in ("svd", "gram"):
+        assert true * (1 - 1e-12) <= conv_norm(weight, size=(16, 16), method=method) <= 1.05 * true
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,7 +76,7 @@ def test_circular_padding(seed, taps, side, known, stride):
     true = dense_norm(conv, (2, side, side))
     bound = conv_norm(weight, size=(side, side) if known else None, padding_mode="circular", stride=stride)
     assert bound >= true * (1 - 1e-12)
-    if known and stride == 1:
+    if known and side % stride == 0:
         assert bound <= true * (1 + 1e-9)  # exact
 
 
@@ -101,12 +102,12 @@ def test_spectral_norm_of_torch_is_not_a_bound_for_convolutions(taps):
     conv = nn.Conv2d(16, 16, taps, padding=taps // 2, bias=False).double()
     nn.init.uniform_(conv.weight)
     conv = nn.utils.parametrizations.spectral_norm(conv, n_power_iterations=200).eval()
-    true = power_lower_bound(conv, (16, 32, 32), steps=30)
+    true = power_lower_bound(conv, (16, 32, 32), steps=8)
     assert true > 2.5
     assert conv_norm(conv.weight, size=(32, 32)) >= true
     held = HeldConv2d(16, 16, taps, coefficient=1.0, bias=False).double()
     held.weight.data.copy_(conv.weight.detach())
-    assert power_lower_bound(held, (16, 32, 32), steps=30) <= 1.0
+    assert power_lower_bound(held, (16, 32, 32), steps=8) <= 1.0
 
 
 def test_power_iteration_is_only_a_lower_bound():

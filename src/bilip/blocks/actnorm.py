@@ -97,7 +97,7 @@ class ActNorm(Bijection):
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         self._require_ready()
         bias, log_scale = self._view(z)
-        return z * (-log_scale).exp() - bias
+        return z / log_scale.exp() - bias
 
     def _log_det(self, x: Tensor) -> Tensor:
         return (self.log_scale.sum() * (math.prod(x.shape[1:]) // self.features)).expand(x.shape[0])

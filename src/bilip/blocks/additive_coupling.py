@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bilip.bounds import Box, log_of, log_sum, log_triangular_norm
-from bilip.blocks._nets import call, require_module, require_shape, takes_context
+from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.nets import certify
@@ -51,7 +51,7 @@ class AdditiveCoupling(Bijection):
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.check(x)
-        parameter = next(self.t.parameters(), None)
+        parameter = first_parameter(self.t)
         if parameter is not None:
             self.check_like(x, parameter)
         return self.partition.split(x)

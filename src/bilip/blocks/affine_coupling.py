@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip.bounds import Box, log_of, log_product, log_sum, log_triangular_norm
-from bilip.blocks._nets import call, require_module, require_shape, takes_context
+from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.blocks.scale import SIGMOID, Scale, scale_from
@@ -84,7 +84,7 @@ class AffineCoupling(Bijection):
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.check(x)
-        parameter = next(self.t.parameters(), None)
+        parameter = first_parameter(self.t)
         if parameter is not None:
             self.check_like(x, parameter)
         return self.partition.split(x)
@@ -102,14 +102,14 @@ class AffineCoupling(Bijection):
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x1, x2 = self._split(x)
         shift, raw = self.shift_and_raw_scale(x1, x2, context)
-        z = self.partition.merge(x1, torch.addcmul(shift, x2, self.scale(raw)))
-        return z, self.scale.log(raw).flatten(1).sum(1)
+        gain, log_gain = self.scale.with_log(raw)
+        return self.partition.merge(x1, torch.addcmul(shift, x2, gain)), log_gain.flatten(1).sum(1)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         z1, z2 = self._split(z)
         shift, raw = self.shift_and_raw_scale(z1, z2, context)
-        x = self.partition.merge(z1, (z2 - shift) / self.scale(raw))
-        return x, -self.scale.log(raw).flatten(1).sum(1)
+        gain, log_gain = self.scale.with_log(raw)
+        return self.partition.merge(z1, (z2 - shift) / gain), -log_gain.flatten(1).sum(1)
 
     # ---- proofs
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 
 from bilip.bounds import Box, log_product
+from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
+from bilip.blocks.conv1x1 import FreeMatrices, invert, log_abs_det
 from bilip.blocks.reach import Reach, Step
 from bilip.errors import InputError
 
@@ -49,6 +53,7 @@ class Chain(Bijection):
             self.shape = tuple(int(n) for n in shape)
             self.latent_shape = self.out_shape(self.shape)
         self.volume_preserving = all(block.volume_preserving for block in blocks)
+        self._inverses, self._log_dets = FreeMatrices(invert), FreeMatrices(log_abs_det)
 
     def __iter__(self) -> Iterator[Bijection]:
         return iter(self.blocks)  # type: ignore[arg-type]
@@ -81,31 +86,32 @@ class Chain(Bijection):
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         self._check_shape(z, self.latent_shape, "latent")
+        inverses = self._inverses.of(self, self.blocks)
         for block in reversed(self.blocks):  # type: ignore[call-overload]
-            z = block.inverse(z, context)
+            z = block.mix(inverses[block], z) if block in inverses else block.inverse(z, context)
         return z
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check_shape(x, self.shape, "input")
-        total = None
-        for block in self:
-            if block.volume_preserving:
+        log_det = _LogDet(self)
+        for block in self.blocks:
+            if block.volume_preserving or log_det.knows(block, x):
                 x = block(x, context)
             else:
-                x, log_det = block.forward_and_log_det(x, context)
-                total = log_det if total is None else total + log_det
-        return x, x.new_zeros(x.shape[:1]) if total is None else total
+                x, term = block.forward_and_log_det(x, context)
+                log_det.terms.append(term)
+        return x, log_det.total(x)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check_shape(z, self.latent_shape, "latent")
-        total = None
-        for block in reversed(list(self)):
-            if block.volume_preserving:
-                z = block.inverse(z, context)
+        inverses, log_det = self._inverses.of(self, self.blocks), _LogDet(self, sign=-1)
+        for block in reversed(self.blocks):  # type: ignore[call-overload]
+            if block.volume_preserving or log_det.knows(block, z):
+                z = block.mix(inverses[block], z) if block in inverses else block.inverse(z, context)
             else:
-                z, log_det = block.inverse_and_log_det(z, context)
-                total = log_det if total is None else total + log_det
-        return z, z.new_zeros(z.shape[:1]) if total is None else total
+                z, term = block.inverse_and_log_det(z, context)
+                log_det.terms.append(term)
+        return z, log_det.total(z)
 
     latent_shape: tuple[int, ...] | None = None
 
@@ -161,3 +167,29 @@ class Chain(Bijection):
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
         return self.enclose_inverse(box, context)
+
+
+class _LogDet:
+    """The log-determinant of a pass through a chain; what does not depend on the input is added up once, at the end."""
+
+    def __init__(self, chain: Chain, sign: int = 1) -> None:
+        self.sign = sign
+        self.terms: list[Tensor] = []  # of shape (batch,)
+        self._of_pixel = {block: value[None] for block, value in chain._log_dets.of(chain, chain.blocks).items()}
+        self._of_pixel |= {block: block.log_scale for block in chain.blocks if type(block) is ActNorm}
+        self._constants: dict[int, list[Tensor]] = {}  # by the number of pixels
+
+    def knows(self, block: nn.Module, x: Tensor) -> bool:
+        """Whether the term of this block is added up here."""
+        if block not in self._of_pixel:
+            return False
+        features = block.features if isinstance(block, ActNorm) else block.channels
+        self._constants.setdefault(math.prod(x.shape[1:]) // features, []).append(self._of_pixel[block])  # type: ignore
+        return True
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum."""
+        total = torch.stack(self.terms).sum(0) if self.terms else x.new_zeros(x.shape[:1])
+        for pixels, values in self._constants.items():
+            total = total + torch.cat(values).sum() * (self.sign * pixels)
+        return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from bilip.errors import InputError
 from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
 
-__all__ = ["InvertibleConv1x1"]
+__all__ = ["FreeMatrices", "InvertibleConv1x1", "invert", "log_abs_det"]
 
 KINDS = ("full", "plu", "orthogonal")
 
@@ -82,12 +83,8 @@ class InvertibleConv1x1(Bijection):
         if self.kind == "orthogonal":
             return self.weight.mT
         if self.kind == "full":
-            return self._cache.get(self, self.weight, self._invert_full)
+            return self._cache.get(self, self.weight, invert)
         return self._cache.get(self, torch.cat((self.lower, self.upper, self.log_diagonal[None])), self._invert_plu)
-
-    def _invert_full(self, weight: Tensor) -> Tensor:
-        eye = torch.eye(self.channels, dtype=torch.float64, device=weight.device)
-        return torch.linalg.solve_ex(weight.double(), eye)[0].to(weight.dtype)
 
     def _invert_plu(self, parameters: Tensor) -> Tensor:
         lower, upper = self._factors(torch.float64)
@@ -95,20 +92,19 @@ class InvertibleConv1x1(Bijection):
         half = torch.linalg.solve_triangular(lower, eye.index_select(0, self.permutation), upper=False, unitriangular=True)
         return torch.linalg.solve_triangular(upper, half, upper=True).to(parameters.dtype)
 
-    def _mix(self, matrix: Tensor, x: Tensor) -> Tensor:
+    def mix(self, matrix: Tensor, x: Tensor) -> Tensor:
+        """A matrix times the channels, at every pixel."""
         self.check(x, self.channels)
         self.check_like(x, matrix)
         if x.ndim == 2:
             return F.linear(x, matrix)
-        if x.ndim == 4:
-            return F.conv2d(x, matrix[:, :, None, None])
-        return torch.einsum("oc,bc...->bo...", matrix, x)
+        return torch.bmm(matrix.expand(len(x), -1, -1), x.flatten(2)).view(x.shape)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._mix(self.matrix(), x)
+        return self.mix(self.matrix(), x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._mix(self.inverse_matrix(), z)
+        return self.mix(self.inverse_matrix(), z)
 
     def _log_det(self, x: Tensor) -> Tensor:
         pixels = math.prod(x.shape[2:])
@@ -116,7 +112,7 @@ class InvertibleConv1x1(Bijection):
             return (self.log_diagonal.sum() * pixels).expand(x.shape[0])
         if self.kind == "orthogonal":
             return x.new_zeros(x.shape[0])
-        return (torch.linalg.slogdet(self.weight)[1] * pixels).expand(x.shape[0])
+        return (log_abs_det(self.weight) * pixels).expand(x.shape[0])
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self(x), self._log_det(x)
@@ -145,6 +141,41 @@ class InvertibleConv1x1(Bijection):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kind={self.kind!r}"
+
+
+def invert(weight: Tensor) -> Tensor:
+    """The inverse of a matrix, or of each of a stack, solved for in float64 and rounded."""
+    return torch.linalg.inv_ex(weight.double())[0].to(weight.dtype)
+
+
+def log_abs_det(weight: Tensor) -> Tensor:
+    """log |det W|, of a matrix or of each of a stack."""
+    return torch.linalg.slogdet(weight)[1]
+
+
+class FreeMatrices:
+    """A function of the free matrices in a chain, taken of all matrices of one size at once: a device does that in the time of one.
+
+    Args:
+        function: From a stack of matrices to a stack of values.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+        self._caches: dict[tuple[object, ...], EvalCache] = {}
+
+    def of(self, owner: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
+        """The value for each block that is a 1x1 convolution with a free matrix."""
+        groups: dict[tuple[object, ...], list[InvertibleConv1x1]] = {}
+        for block in blocks:
+            if type(block) is InvertibleConv1x1 and block.kind == "full":  # a subclass may differ
+                groups.setdefault((block.channels, block.weight.dtype, block.weight.device), []).append(block)
+        values: dict[nn.Module, Tensor] = {}
+        for key, group in groups.items():
+            cache = self._caches.setdefault(key, EvalCache())
+            stack = torch.stack([block.weight for block in group])
+            values.update(zip(group, cache.get(owner, stack, self.function).unbind(), strict=True))
+        return values
 
 
 def _apply(matrix: Tensor, box: Box, relative: float = 0.0) -> Box:

@@ -82,7 +82,7 @@ class Split(Partition):
                 f"{self}: an input of shape {tuple(x.shape)} cannot be divided along dimension {self.dim} into {size} and "
                 f"{total - size} entries; both parts need at least one."
             )
-        first, second = x.narrow(self.dim, 0, size), x.narrow(self.dim, size, total - size)
+        first, second = x.split((size, total - size), self.dim)
         return (second, first) if self.swap else (first, second)
 
     def merge(self, x1: Tensor, x2: Tensor) -> Tensor:

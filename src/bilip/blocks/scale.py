@@ -49,6 +49,10 @@ class Scale(ABC):
     def log(self, s: Tensor) -> Tensor:
         """log g(s), accurate where g(s) underflows."""
 
+    def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """g(s) and log g(s)."""
+        return self(s), self.log(s)
+
     @abstractmethod
     def suprema(self, low: Tensor, high: Tensor) -> Suprema:
         """What the bounds need, on [low, high] in float64."""
@@ -95,6 +99,14 @@ class SigmoidScale(Scale):
             return self(s).log()
         log = F.logsigmoid(s + self.shift if self.shift else s)
         return log + math.log(self.high) if self.high != 1 else log
+
+    def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        if self.low:
+            value = self(s)
+            return value, value.log()
+        if self.shift:
+            return replace(self, shift=0.0).with_log(s + self.shift)
+        return self(s), self.log(s)
 
     def suprema(self, low: Tensor, high: Tensor) -> Suprema:
         width = self.high - self.low

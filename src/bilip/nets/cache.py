@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EvalCache"]
+__all__ = ["EvalCache", "is_plain"]
 
 
 class EvalCache:
@@ -22,7 +22,7 @@ class EvalCache:
 
     def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The value for `weight`, from the cache when that is allowed and right."""
-        if owner.training or torch.is_grad_enabled() or not _plain(weight):
+        if owner.training or torch.is_grad_enabled() or not is_plain(weight):
             self._key = self._value = None
             return compute(weight)
         key = self._key
@@ -39,7 +39,7 @@ class EvalCache:
         return (EvalCache, ())
 
 
-def _plain(weight: Tensor) -> bool:
+def is_plain(weight: Tensor) -> bool:
     """Whether values can be read here: not while tracing, transforming, or capturing a CUDA graph."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

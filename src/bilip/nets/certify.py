@@ -190,8 +190,16 @@ class Affine:
             weight = weight[outputs] if outputs is not None else weight
             weight = weight[:, inputs] if inputs is not None else weight
         stride, dilation, mode = _conv_options(conv)
-        if weight[0, 0].numel() == 1 and groups == 1 and mode in ("zeros", "circular"):
+        if weight[0, 0].numel() == 1 and groups == 1 and mode == "zeros":
             return log_of(matrix_norm(weight.flatten(1)))
+        taps, padding = weight.shape[2:], conv.padding
+        if mode == "circular" and (
+            isinstance(padding, str) or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
+        ):
+            raise UnknownLipschitz(
+                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is not bounded here. "
+                "Use padding = dilation * (kernel_size - 1) // 2, or declare the constant: bilip.nets.Declared(net, lipschitz=...)."
+            )
         size = None if shape is None or len(shape) != weight.ndim - 1 else shape[1:]
         return log_of(
             conv_norm(weight, size=size, padding_mode=mode, stride=stride, dilation=dilation, groups=groups)

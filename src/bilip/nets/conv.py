@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from bilip.bounds import Box
 from bilip.errors import InputError
 from bilip.nets import activations, certify
+from bilip.nets.cache import is_plain
 from bilip.nets.mlp import certify_layers, certify_share, join_boxes, join_context
 from bilip.nets.spectral import HeldConv2d
 
@@ -39,9 +40,7 @@ class GainConv2d(nn.Conv2d):
         return self.bias.double() * (3 * self.log_gain.double()).exp()  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
-        # The gain goes into the kernel: it is far smaller than the image.
-        gain = (3 * self.log_gain).exp()
-        return self._conv_forward(x, self.weight * gain[:, None, None, None], self.bias * gain)  # type: ignore[operator]
+        return super().forward(x) * (3 * self.log_gain).exp()[:, None, None]
 
 
 class ConvNet(nn.Module):
@@ -96,7 +95,10 @@ class ConvNet(nn.Module):
         )
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self.layers(join_context(self, x, context, self.context_channels, dim=1))
+        x = join_context(self, x, context, self.context_channels, dim=1)
+        if not _faster_channels_last(x):
+            return self.layers(x)
+        return self.layers(x.contiguous(memory_format=torch.channels_last)).contiguous()
 
     def log_lipschitz(self, shape: tuple[int, ...] | None = None, outputs: slice | None = None) -> float:
         """Log of a certified constant with respect to the input."""
@@ -107,3 +109,10 @@ class ConvNet(nn.Module):
         if not box.shape:
             return Box.everything()
         return certify.enclose(self.layers, join_boxes(box, context, (self.context_channels, *box.shape[1:])))
+
+
+def _faster_channels_last(x: Tensor) -> bool:
+    """Whether to convolve with the channels innermost: on the CPU that is faster for all but small batches of small images."""
+    if x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or not is_plain(x):
+        return False
+    return x.shape[0] * x.shape[2] * x.shape[3] >= 2048 and not x.is_contiguous(memory_format=torch.channels_last)

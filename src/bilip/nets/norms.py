@@ -10,7 +10,8 @@ polynomial is at most $1/\cos(\pi (k-1)/(2N))$ times its largest value on an $N$
 this factor bounds the norm for *every* image size.
 
 **Strides.** Sorting the pixels of the input by their position modulo the stride is a rearrangement, hence an isometry, and turns a
-stride-$s$ convolution into a stride-1 convolution with $s^2$ times as many input channels and $\lceil k/s \rceil$ taps.
+stride-$s$ convolution into a stride-1 convolution with $s^2$ times as many input channels and $\lceil k/s \rceil$ taps. (With
+circular padding this needs a size that the stride divides; otherwise the stride is ignored, which only adds outputs.)
 
 **Wide layers.** Gram iteration: $\|A\|_2 \le \|(A^* A)^{2^{t-1}}\|_F^{2^{-t}}$, an upper bound for every $t$ that exceeds the norm by a
 factor of at most $r^{2^{-t-1}}$ for rank $r$ (Delattre et al., *Efficient bound of Lipschitz constant for convolutional layers by
@@ -95,7 +96,7 @@ def conv_norm(
     Args:
         weight: Kernel, `(out, in / groups, *taps)`.
         size: Spatial size of the input; without it the bound holds for every size.
-        padding_mode: `"zeros"` (any amount of padding) or `"circular"` (padding that keeps the size; stride 1).
+        padding_mode: `"zeros"` (any amount of padding) or `"circular"` (no more padding than keeps the size).
         stride: Stride; see the module's text for the argument.
         dilation: Dilation of the taps.
         groups: Channel groups: the operator is block diagonal, its norm the largest of the groups'.
@@ -141,14 +142,17 @@ def conv_symbol(
             f"conv_norm: padding_mode={padding_mode!r} has no certified bound here; use 'zeros' or 'circular', "
             "or declare the constant with bilip.nets.Declared(net, lipschitz=...)."
         )
-    if padding_mode == "circular" and (size is None or any(s != 1 for s in strides)):
-        size, padding_mode = None, "circular-any"
+    if padding_mode == "circular":
+        if size is None:
+            padding_mode = "circular-any"
+        if size is None or any(n % s for n, s in zip(size, strides, strict=True)):
+            strides = (1,) * dims  # phases would not close up around the torus; leaving out outputs only shrinks the norm
     # Images up to this side get their own torus; larger ones share a grid that serves every size.
     largest, grid = (48, 32) if min(weight.shape[0] // groups, weight.shape[1]) <= SVD_WIDTH else (24, 16)
     kernel, taps, sizes = weight.unflatten(0, (groups, -1)), [], []
     for k in range(dims):
         n = None if size is None else int(size[k])
-        kernel, offsets, n = _polyphase(kernel, k, strides[k], dilations[k], n)
+        kernel, offsets, n = _polyphase(kernel, k, strides[k], dilations[k], n, padding_mode == "circular")
         taps.append(offsets)
         sizes.append(n)
     slack = 1.0
@@ -173,7 +177,7 @@ def conv_symbol(
 
 
 def _polyphase(
-    kernel: Tensor, dim: int, stride: int, dilation: int, size: int | None
+    kernel: Tensor, dim: int, stride: int, dilation: int, size: int | None, circular: bool
 ) -> tuple[Tensor, list[int], int | None]:
     """The taps of one spatial dimension, its stride turned into input channels (axis 2)."""
     offsets = [dilation * j for j in range(kernel.shape[3 + dim])]
@@ -184,8 +188,10 @@ def _polyphase(
     phases = kernel.new_zeros(*taps.shape[:3], stride, len(coarse), *taps.shape[4:])
     for j, offset in enumerate(offsets):
         phases[:, :, :, offset % stride, offset // stride] = taps[:, :, :, j]
-    # The image, cut into phases, may begin in the middle of a stride: one more pixel covers that.
-    return phases.flatten(2, 3).movedim(3, 3 + dim), coarse, None if size is None else math.ceil(size / stride) + 1
+    # With zero padding the image may begin in the middle of a stride; one more pixel, or a larger torus, covers that.
+    exact = size is not None and size % stride == 0
+    coarse_size = None if size is None else size // stride if exact and circular else math.ceil(size / stride) + 1
+    return phases.flatten(2, 3).movedim(3, 3 + dim), coarse, coarse_size
 
 
 def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100, seed: int = 0) -> float:

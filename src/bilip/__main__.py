@@ -1,0 +1,5 @@
+"""`python -m bilip`."""
+
+from bilip.cli import main
+
+main()

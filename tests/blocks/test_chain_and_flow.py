@@ -1,0 +1,158 @@
+import math
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal, Uniform
+
+from bilip import Box, Chain, Flow, Invert, blocks, models
+from bilip.blocks import Squeeze
+from bilip.errors import InputError, NoGlobalBound
+from bilip.nets import MLP
+
+
+def test_slices_share_blocks_and_know_their_shape():
+    trunk = models.glow((3, 8, 8), levels=2, blocks=2, hidden=4, actnorm="identity")
+    head, tail = trunk[:5], trunk[5:]
+    assert head[0] is trunk[0]
+    assert tail.shape == head.latent_shape == trunk[:5].out_shape((3, 8, 8))
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.allclose(tail(head(x)), trunk(x))
+    assert isinstance(trunk[-1], blocks.AffineCoupling)
+    assert trunk[1:].shape == (12, 4, 4)
+    assert trunk[-3:].shape is not None
+    assert len(trunk[::2]) == math.ceil(len(trunk) / 2)
+
+
+def test_parts_multiply():
+    model = models.real_nvp(4, blocks=4, coupling="additive")
+    whole, first, second = model.bounds(), model[:2].bounds(), model[2:].bounds()
+    both = first.then(second)
+    assert both.log_forward == pytest.approx(whole.log_forward)
+    assert both.log_inverse == pytest.approx(whole.log_inverse)
+    assert len(whole.blocks) == 4
+
+
+def test_double_inversion():
+    model = models.real_nvp(4, blocks=2, scale="half_sigmoid")
+    x = torch.randn(3, 4)
+    twice = Invert(Invert(model))
+    assert torch.equal(twice(x), model(x))
+    box = Box(-1, 1)
+    assert twice.bounds(box).log_inverse == pytest.approx(model.bounds(box).log_inverse)
+    swapped = Invert(model).bounds(latent=box)
+    assert swapped.forward == pytest.approx(model.bounds(box).inverse)
+
+
+def test_logit_makes_affine_chains_globally_bounded():
+    """Everywhere, for a chain that begins with a logit, means on [0, 1]: a bounded set."""
+    chain = Chain(blocks.Logit(0.05), blocks.AffineCoupling(MLP(2, 4), scale="half_sigmoid"), shape=(4,))
+    assert chain.bounds().inverse < math.inf
+    assert chain.bounds().domain == Box(0, 1, shape=(4,))
+    with pytest.raises(InputError, match=r"defined on \[0, 1\]"):
+        chain.bounds(Box(-1, 1))
+    with pytest.raises(NoGlobalBound):
+        chain[1:].bounds()
+
+
+def test_affine_block_with_a_constant_scale_has_a_global_bound():
+    block = blocks.AffineCoupling(MLP(2, 2), MLP(2, 2, zero_init=True))
+    assert block.bounds().forward < math.inf
+
+
+def test_overflow_is_said():
+    torch.manual_seed(0)
+    model = models.real_nvp(2, blocks=24, hidden=(32,), scale="exp")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5)
+    bound = model.bounds(Box(-10, 10))
+    assert bound.forward == math.inf
+    assert any("+inf" in line and "left the range of float64" in line for line in bound.remarks())
+    assert "+inf" in bound.table()
+
+
+def test_tables_name_the_first_block_beyond_precision():
+    model = Chain(*(blocks.DiagonalScaling(torch.tensor([1.0, 1e-3])) for _ in range(4)), shape=(2,))
+    bound = model.bounds()
+    assert bound.first_beyond_precision().name == "2"  # 1e9 > 2^23
+    assert bound.first_beyond_precision("forward") is None
+    assert "passes 1/eps = 8.4e+06 at block 2 (DiagonalScaling)" in bound.table()
+    assert model.double().bounds().first_beyond_precision() is None  # 1e12 < 2^52
+    assert "12.00" in bound.table()
+
+
+def test_log_prob_against_torch_distributions():
+    flow = Flow(blocks.DiagonalScaling(torch.tensor([2.0, 0.5])), shape=(2,))
+    x = torch.randn(6, 2)
+    expected = Independent(Normal(torch.zeros(2), torch.tensor([0.5, 2.0])), 1).log_prob(x)
+    assert torch.allclose(flow.log_prob(x), expected, atol=1e-5)
+    free = Flow(flow.bijection, Uniform(torch.full((2,), -9.0), torch.full((2,), 9.0), validate_args=False))
+    assert torch.allclose(free.log_prob(x), torch.full((6,), -2 * math.log(18)), atol=1e-5)
+    assert free.sample(4).shape == (4, 2)
+
+
+def test_density_integrates_to_one():
+    torch.manual_seed(0)
+    flow = Flow(models.real_nvp(2, blocks=4, hidden=(16,), activation="tanh", scale="half_sigmoid")).double()
+    axis = torch.linspace(-14, 14, 561, dtype=torch.float64)
+    grid = torch.cartesian_prod(axis, axis)
+    mass = float(flow.log_prob(grid).detach().exp().sum()) * float(axis[1] - axis[0]) ** 2
+    assert mass == pytest.approx(1, abs=1e-3)
+
+
+def test_samples_and_bits():
+    flow = Flow(models.glow((3, 8, 8), levels=2, blocks=1, hidden=4, factor_out=True, actnorm="identity"))
+    assert flow.sample(5, generator=torch.Generator().manual_seed(0)).shape == (5, 3, 8, 8)
+    x = torch.rand(2, 3, 8, 8)
+    bits = flow.bits_per_dim(x)
+    assert torch.allclose(bits, 8 - flow.log_prob(x) / (192 * math.log(2)))
+    assert float(flow.sample_base(2, temperature=0.0).abs().max()) == 0
+
+
+def test_conditional_flow():
+    torch.manual_seed(0)
+    flow = Flow(models.real_nvp(2, blocks=4, context=3))
+    context = torch.randn(5, 3)
+    assert flow.sample(5, context).shape == (5, 2)
+    x = torch.randn(5, 2)
+    assert not torch.allclose(flow.log_prob(x, context), flow.log_prob(x, context + 1))
+    with pytest.raises(InputError, match="pass context="):
+        flow.log_prob(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Chain([Squeeze()]), r"Chain\(\*blocks\)"),
+        (lambda: Chain(Squeeze(), shape=(3, 5, 5)), "divisible by 2"),
+        (lambda: Chain(Squeeze(), shape=(3, 4, 4))(torch.ones(1, 3, 8, 8)), r"expected input samples of shape \(3, 4, 4\)"),
+        (lambda: Chain(Squeeze(), shape=(3, 4, 4)).inverse(torch.ones(1, 3, 4, 4)), r"latent samples of shape \(12, 2, 2\)"),
+        (lambda: Squeeze()(torch.ones(1, 3, 4)), "expected images"),
+        (lambda: Squeeze()(torch.ones(1, 3, 4, 4, dtype=torch.long)), r"Convert it with x.float\(\)"),
+        (lambda: Squeeze()([1]), "expected a tensor, got list"),
+        (lambda: blocks.ActNorm(3, start="identity")(torch.ones(3)), r"Add a batch dimension with x\[None\]"),
+        (lambda: blocks.ActNorm(3, start="identity")(torch.ones(2, 4)), "expected 3 features along dimension 1"),
+        (lambda: blocks.ActNorm(3, start="identity")(torch.ones(2, 3).double()), r"input is torch.float64, the parameters are torch.float32"),
+        (lambda: blocks.ActNorm(3, start="identity").to("meta")(torch.ones(2, 3)), "input is on cpu, the parameters on meta"),
+        (lambda: models.real_nvp(4)(torch.ones(2, 4).double()), "Convert one of them"),
+        (lambda: blocks.AdditiveCoupling(MLP(2, 3))(torch.ones(1, 4)), r"t\(x1\) has shape \(1, 3\)"),
+        (lambda: blocks.AdditiveCoupling(MLP(2, 1))(torch.ones(1, 4)), r"t\(x1\) has shape \(1, 1\)"),
+        (lambda: blocks.AdditiveCoupling(torch.sin), "must be an nn.Module"),
+        (lambda: blocks.AffineCoupling(MLP(2, 3))(torch.ones(1, 4)), "even number of features"),
+        (lambda: blocks.AffineCoupling(MLP(2, 4)).bounds(Box(-1, 1)), r"Give the box a shape: bilip.Box\(-4, 4, shape=\(2,\)\)"),
+        (lambda: models.real_nvp(4).bounds(Box(-1, 1, shape=(3,))), r"box has shape \(3,\)"),
+        (lambda: models.real_nvp(4).bounds((-1, 1)), "expected a bilip.Box"),
+        (lambda: models.real_nvp(4).bounds(formula="best"), "expected one of 'sharp', 'paper'"),
+        (lambda: models.real_nvp(4).bounds(Box(-1, 1), latent=Box(-1, 1)), "not both"),
+        (lambda: Flow(torch.nn.Linear(2, 2)), "expected a Bijection"),
+        (lambda: Flow(models.real_nvp(2), "cauchy"), "expected 'normal' or a torch.distributions"),
+        (lambda: Flow(blocks.Permutation.reverse(2)).sample(2), r"Flow\(bijection, shape=\(2,\)\)"),
+        (lambda: Flow(models.real_nvp(2)).sample(0), "expected 1 or more"),
+        (lambda: blocks.FactorOut(Squeeze(), (1, 2, 2)), "some channels must remain"),
+        (lambda: blocks.Logit(0.6), r"\[0, 0.5\)"),
+        (lambda: Invert(3), "expected a Bijection"),
+    ],
+)
+def test_bad_input(call, says):
+    with pytest.raises(InputError, match=says):
+        call()

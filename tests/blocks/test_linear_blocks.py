@@ -1,0 +1,126 @@
+import copy
+
+import pytest
+import torch
+
+from bilip.blocks import ActNorm, Chain, DiagonalScaling, InvertibleConv1x1, Permutation
+from bilip.errors import InputError, NoGlobalBound, NonFiniteParameters, NotInitialized, PartitionError
+
+
+def test_actnorm_starts_from_the_first_training_batch():
+    block = ActNorm(3)
+    x = torch.randn(64, 3, 4, 4) * torch.tensor([1.0, 5.0, 0.1]).view(3, 1, 1) + 7
+    z = block(x)
+    assert torch.allclose(z.mean((0, 2, 3)), torch.zeros(3), atol=1e-4)
+    assert torch.allclose(z.std((0, 2, 3)), torch.ones(3), atol=1e-3)
+    before = block.bias.clone()
+    block(x + 100)
+    assert torch.equal(before, block.bias)  # once only
+
+
+def test_actnorm_state_travels_with_the_state_dict():
+    source = ActNorm(2)
+    source(torch.randn(8, 2))
+    copied = ActNorm(2)
+    copied.load_state_dict(source.state_dict())
+    x = torch.randn(5, 2)
+    assert torch.equal(copied(x * 50), source(x * 50))  # no second start
+    fresh = ActNorm(2)
+    source.load_state_dict(fresh.state_dict())
+    with pytest.raises(NotInitialized):
+        source.inverse(x)
+    assert copy.deepcopy(copied)._ready
+
+
+@pytest.mark.parametrize("call", ["inverse", "inverse_and_log_det", "bounds", "eval forward"])
+def test_an_uninitialised_actnorm_says_what_to_do(call):
+    block = ActNorm(2)
+    x = torch.randn(4, 2)
+    with pytest.raises(NotInitialized, match=r"Pass one batch through the model in training mode"):
+        if call == "bounds":
+            block.bounds()
+        elif call == "eval forward":
+            block.eval()(x)
+        else:
+            getattr(block, call)(x)
+
+
+def test_actnorm_refuses_batches_it_cannot_start_from():
+    with pytest.raises(InputError, match="single value"):
+        ActNorm(2)(torch.ones(1, 2))
+    with pytest.raises(InputError, match="NaN or Inf"):
+        ActNorm(1)(torch.tensor([[1.0], [torch.nan]]))
+
+
+@pytest.mark.parametrize("kind", ["full", "plu", "orthogonal"])
+def test_conv1x1_kinds(kind):
+    block = InvertibleConv1x1(6, kind=kind)
+    x = torch.randn(3, 6, 5, 5)
+    assert torch.allclose(block.inverse(block(x)), x, atol=1e-5)
+    bound = block.bounds()
+    values = torch.linalg.svdvals(block.matrix().detach().double())
+    assert bound.forward == pytest.approx(float(values[0]), rel=1e-6)
+    assert bound.inverse == pytest.approx(1 / float(values[-1]), rel=1e-6)
+    if kind == "orthogonal":
+        assert bound.forward == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "plu"])
+def test_conv1x1_cache_is_used_in_eval_and_never_stale(kind):
+    block = InvertibleConv1x1(4, kind=kind).eval()
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        first = block.inverse_matrix()
+        assert block.inverse_matrix() is first
+        weight = block.weight if kind == "full" else block.log_diagonal
+        weight.data.add_(0.3)  # moves no version counter
+        assert torch.allclose(block.inverse(block(x)), x, atol=1e-5)
+    z = block(x)
+    assert block.inverse(z).requires_grad  # with gradients on, nothing is cached
+    block.train()
+    with torch.no_grad():
+        assert block.inverse_matrix() is not block.inverse_matrix()
+
+
+def test_conv1x1_inverse_is_solved_in_double_precision():
+    """A badly conditioned matrix: the float64 solve loses what float32 data must lose, a float32 inverse loses more."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0] for _ in range(2))
+    matrix = u @ torch.diag(torch.logspace(0, -5, 16, dtype=torch.float64)) @ v
+    block = InvertibleConv1x1(16)
+    block.weight.data.copy_(matrix)
+    inverse = torch.linalg.inv(block.weight.double()).float()
+    assert torch.allclose(block.inverse_matrix(), inverse, rtol=1e-6, atol=0)
+    single = torch.linalg.inv(block.weight)
+    assert (single - inverse).abs().max() > 100 * (block.inverse_matrix() - inverse).abs().max()
+
+
+def test_singular_matrix_has_no_inverse_bound():
+    block = InvertibleConv1x1(2)
+    block.weight.data.copy_(torch.ones(2, 2))
+    with pytest.raises(NoGlobalBound):
+        block.bounds()
+
+
+def test_permutations():
+    with pytest.raises(PartitionError, match="is not a permutation"):
+        Permutation([0, 0, 1])
+    source, target = Permutation.shuffle(20), Permutation.shuffle(20)
+    target.load_state_dict(source.state_dict())
+    x = torch.randn(2, 20)
+    assert torch.equal(target.inverse(source(x)), x)
+
+
+def test_diagonal_bounds_are_exact():
+    bound = DiagonalScaling(torch.tensor([0.25, -3.0, 1.0])).bounds()
+    assert bound.forward == pytest.approx(3.0)
+    assert bound.inverse == pytest.approx(4.0)
+    with pytest.raises(InputError, match="non-zero"):
+        DiagonalScaling(torch.tensor([1.0, 0.0]))
+
+
+def test_non_finite_parameters_are_named():
+    chain = Chain(ActNorm(2, start="identity"), InvertibleConv1x1(2))
+    chain[0].bias.data[1] = torch.nan
+    with pytest.raises(NonFiniteParameters, match=r"'blocks.0.bias' of Chain holds 1 NaN or Inf of 2 entries"):
+        chain.bounds()
