@@ -57,6 +57,7 @@ class Net(nn.Sequential):
             nn.ReLU(),
             nn.Conv2d(hidden, outputs, 3, padding=1),
         )
+        nn.init.zeros_(self[-1].weight)  # as bilip's and normflows' do
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return super().forward(x)

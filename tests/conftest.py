@@ -1,9 +1,6 @@
 import pytest
 import torch
 
-import catalogue  # noqa: F401  (tests/ is on the path; the catalogue is shared)
-
-
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device the maps run on")
     parser.addoption("--dtype", default="float32", choices=["float32", "float64"], help="dtype of the round-trip tests")

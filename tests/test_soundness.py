@@ -1,20 +1,16 @@
 """No measured gain exceeds a proven bound. The long version is `make soak` (benchmarks/tightness.py)."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from catalogue import CATALOGUE, IDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tightness import rows_of
 
 from bilip import Box, Chain, Invert, blocks, models
 from bilip.nets import MLP
 from bilip.testing import search_gains
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from tightness import rows_of
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=IDS)
@@ -23,6 +19,10 @@ def test_bounds_hold_with_plain_and_tripled_weights(entry):
         rows = rows_of(entry, seed=1, factor=factor, points=6, steps=4)
         assert rows
         assert max(row["excess"] for row in rows) <= 1e-9
+        sharp = {(r["where"], r["direction"]): r["log10_bound"] for r in rows if r["formula"] == "sharp"}
+        for row in rows:
+            if row["formula"] == "paper" and row["log10_bound"] != "inf":
+                assert sharp[row["where"], row["direction"]] <= row["log10_bound"] + 1e-9  # sharper, never looser
 
 
 @settings(max_examples=15, deadline=None)

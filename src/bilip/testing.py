@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bilip.blocks import Bijection, Flow
-from bilip.bounds import Box, as_float64
+from bilip.bounds import EPS, Box, as_float64
 from bilip.errors import ContractViolation, InputError, NoGlobalBound
 
 __all__ = ["Gains", "assert_invertible", "check_contract", "search_gains"]
@@ -118,12 +118,13 @@ def search_gains(
             jacobian = torch.func.vmap(torch.func.jacrev(one))(x).flatten(2)
             _, values, right = torch.linalg.svd(jacobian)
             forward = max(forward, float(values[:, 0].max()))
-            smallest = float(values[:, -1].min())
-            inverse = max(inverse, 1 / smallest if smallest > 0 else 0.0)
+            # A singular value errs by the rounding of the largest: count only the gain that is certain.
+            certain = values[:, -1] + 8 * values.shape[-1] * EPS * values[:, 0]
+            inverse = max(inverse, float((1 / certain).nan_to_num(0.0).max()))
             v = (right[:, 0] if sign > 0 else right[:, -1]).reshape(x.shape)
 
             def log_gain(x: Tensor, v: Tensor = v) -> Tensor:
-                _, pushed = torch.func.jvp(lambda points: torch.func.vmap(one)(points), (x,), (v,))
+                pushed = torch.func.jvp(torch.func.vmap(one), (x,), (v,))[1]
                 return pushed.flatten(1).norm(dim=1).log().sum()
 
             slope = torch.func.grad(log_gain)(x).nan_to_num(0.0, 0.0, 0.0)

@@ -88,25 +88,29 @@ class SigmoidScale(Scale):
             raise InputError(f"SigmoidScale(low={self.low}, high={self.high}): expected 0 <= low < high, both finite.")
 
     def __call__(self, s: Tensor) -> Tensor:
-        gate = torch.sigmoid(s + self.shift if self.shift else s)
+        return self._value(self._shifted(s))
+
+    def log(self, s: Tensor) -> Tensor:
+        return self(s).log() if self.low else self._log(self._shifted(s))
+
+    def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        v = self._shifted(s)
+        value = self._value(v)
+        return value, value.log() if self.low else self._log(v)
+
+    def _shifted(self, s: Tensor) -> Tensor:
+        return s + self.shift if self.shift else s
+
+    def _value(self, v: Tensor) -> Tensor:
+        gate = torch.sigmoid(v)
         width = self.high - self.low
         if width != 1:
             gate = gate * width
         return gate + self.low if self.low else gate
 
-    def log(self, s: Tensor) -> Tensor:
-        if self.low:
-            return self(s).log()
-        log = F.logsigmoid(s + self.shift if self.shift else s)
+    def _log(self, v: Tensor) -> Tensor:
+        log = F.logsigmoid(v)
         return log + math.log(self.high) if self.high != 1 else log
-
-    def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        if self.low:
-            value = self(s)
-            return value, value.log()
-        if self.shift:
-            return replace(self, shift=0.0).with_log(s + self.shift)
-        return self(s), self.log(s)
 
     def suprema(self, low: Tensor, high: Tensor) -> Suprema:
         width = self.high - self.low

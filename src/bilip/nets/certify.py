@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +110,8 @@ def remembering() -> Iterator[None]:
 
 
 def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
-    own = getattr(net, "log_lipschitz", None)
-    if callable(own):
+    own: Any = getattr(net, "log_lipschitz", None)
+    if own is not None:
         return own(shape, outputs)
     total = 0.0
     layers = flatten(net)
@@ -131,8 +132,8 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
         >>> bool(out.contains(net(x)).all())
         True
     """
-    own = getattr(net, "enclose", None)
-    if callable(own):
+    own: Any = getattr(net, "enclose", None)
+    if own is not None:
         return own(box, context)
     for layer in flatten(net):
         box = _layer_box(layer, box)
@@ -271,8 +272,8 @@ def _conv_options(conv: nn.Module) -> tuple[Sequence[int], Sequence[int], str]:
 
 
 def _layer_log(layer: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
-    own = getattr(layer, "log_lipschitz", None)
-    if callable(own):
+    own: Any = getattr(layer, "log_lipschitz", None)
+    if own is not None:
         return own(shape, outputs)
     if isinstance(layer, nn.Flatten):
         return 0.0
@@ -286,8 +287,8 @@ def _layer_log(layer: nn.Module, shape: Shape | None, outputs: slice | None) -> 
 
 
 def _layer_box(layer: nn.Module, box: Box) -> Box:
-    own = getattr(layer, "enclose", None)
-    if callable(own):
+    own: Any = getattr(layer, "enclose", None)
+    if own is not None:
         return own(box)
     if isinstance(layer, nn.Flatten):
         return box.map(lambda end: end.flatten()) if box.shape else box

@@ -85,12 +85,18 @@ class ConvNet(nn.Module):
                 return HeldConv2d(a, b, side, coefficient=share)
             return nn.Conv2d(a, b, side, padding=side // 2)
 
+        def activate() -> nn.Module:
+            module = activations.make(activation)
+            if isinstance(module, nn.ReLU):
+                module.inplace = True  # a convolution does not need its output again
+            return module
+
         last = GainConv2d(hidden, out_channels) if gain and share is None else conv(hidden, out_channels, 3)
         self.layers = nn.Sequential(
             conv(in_channels + context, hidden, 3),
-            activations.make(activation),
+            activate(),
             conv(hidden, hidden, 1),
-            activations.make(activation),
+            activate(),
             last,
         )
 

@@ -172,7 +172,7 @@ def conv_symbol(
         freq = torch.arange(points // 2 + 1 if last else points, dtype=torch.float64, device=weight.device)
         angle = 2 * math.pi / points * freq[:, None] * torch.tensor(taps[k], dtype=torch.float64, device=weight.device)
         waves = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
-        kernel = torch.tensordot(kernel.to(torch.complex128), waves, dims=([3], [1]))  # consumes taps, appends frequencies
+        kernel = torch.tensordot(kernel.to(torch.complex128), waves, ([3], [1]))  # type: ignore[arg-type]  # taps to frequencies
     return kernel.flatten(3).permute(3, 0, 1, 2).flatten(0, 1), slack * (1 + 64 * EPS)
 
 
@@ -210,9 +210,9 @@ def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100,
     best = 0.0
     for _ in range(steps):
         v = v / v.norm()
-        _, jv = torch.func.jvp(module, (zero,), (v,))
+        jv = torch.func.jvp(module, (zero,), (v,))[1]
         best = max(best, float(jv.detach().norm()))
-        _, pull = torch.func.vjp(module, zero)
+        pull = torch.func.vjp(module, zero)[1]
         (v,) = pull(jv)
         v = v.detach()
         if not float(v.norm()):

@@ -52,8 +52,8 @@ class HeldLinear(nn.Linear):
     def _hold(self, weight: Tensor) -> Tensor:
         return _shrink(weight, gram_norm(weight.double()[None]), self.coefficient)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.held_weight(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.held_weight(), self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
@@ -106,8 +106,8 @@ class HeldConv2d(nn.Conv2d):
         symbol, slack = conv_symbol(weight.double(), stride=stride)
         return _shrink(weight, gram_norm(symbol) * slack, self.coefficient)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.held_weight(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.held_weight(), self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"

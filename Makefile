@@ -1,0 +1,43 @@
+# The one door: every target makes .venv and installs what it needs when missing.
+PYTHON ?= python3
+JOBS ?= auto
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test soak lint types docs bench format clean
+
+demo: $(READY)
+	@$(BIN)/bilip demo
+
+# One thread a process: the tests are many small operators, which threads only slow down.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src tests $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python benchmarks/tightness.py --seeds 12 --points 32 --steps 40 --out results/soundness/soak.json
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/pyright
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(READY)
+	$(BIN)/python benchmarks/throughput.py --out results/throughput/cpu.json
+	$(BIN)/python benchmarks/tightness.py --out results/soundness/quick.json
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $(READY)
