@@ -53,6 +53,26 @@ class Sine(nn.Module):
         return torch.sin(x)
 
 
+class Halved(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * self.net(x)
+
+
+def ode(net: nn.Module) -> Bijection:
+    return blocks.NeuralODE(net, method="rk4", options={"step_size": 0.05})
+
+
+def residual_images() -> Bijection:
+    flow = models.residual_flow(
+        (1, 4, 4), blocks=(1, 1), hidden=3, coefficient=0.6, squeeze_first=True, dense_blocks=1, dense_hidden=4, logit=0.1
+    )
+    return wake(flow, 0.1)
+
+
 def convs(kind: str, partition=None, channels=2, hidden=4, **options) -> Bijection:
     if kind == "additive":
         return wake(blocks.AdditiveCoupling(ConvNet(channels, channels, hidden=hidden, **options), partition))
@@ -111,6 +131,15 @@ CATALOGUE = [
     Entry("chain", lambda: blocks.Chain(affine("half_sigmoid"), blocks.Permutation.reverse(4), affine("tanh_exp"), shape=(4,)), (4,)),
     Entry("nested chain", lambda: blocks.Chain(blocks.Chain(affine("half_sigmoid")), blocks.Invert(affine("half_sigmoid"))), (4,)),
     Entry("logit then affine", lambda: blocks.Chain(blocks.Logit(0.1), affine("half_sigmoid"), shape=(4,)), (4,), unit=True),
+    Entry("flatten", lambda: blocks.Flatten((2, 3)), (2, 3)),
+    Entry("residual", lambda: blocks.Residual(MLP(3, 3, hidden=(8,), activation="scaled_swish", lipschitz=0.9)), (3,)),
+    Entry("residual context", lambda: blocks.Residual(MLP(2, 2, hidden=(8,), activation="elu", context=2, lipschitz=0.8)), (2,), context=(2,)),
+    Entry("residual declared", lambda: blocks.Residual(Declared(Halved(Sine()), lipschitz=0.5)), (3,)),
+    Entry("residual conv", lambda: blocks.Residual(ConvNet(1, 1, hidden=3, activation="elu", gain=False, lipschitz=0.8)), (1, 3, 3)),
+    Entry("neural ode", lambda: ode(MLP(2, 2, hidden=(8,), activation="tanh", context=1)), (2,)),
+    Entry("neural ode held", lambda: ode(MLP(3, 3, hidden=(8,), activation="softplus", lipschitz=0.8)), (3,)),
+    Entry("residual flow", lambda: models.residual_flow(2, blocks=2, hidden=(8, 8), coefficient=0.7), (2,)),
+    Entry("residual image flow", lambda: residual_images(), (1, 4, 4), unit=True),
     Entry("real_nvp additive", lambda: models.real_nvp(4, blocks=4, hidden=(8,), coupling="additive"), (4,)),
     Entry("real_nvp affine", lambda: models.real_nvp(4, blocks=3, hidden=(8,), scale="half_sigmoid"), (4,)),
     Entry("real_nvp actnorm", lambda: wake(models.real_nvp(3, blocks=2, hidden=(8,), actnorm=True, scale="tanh_exp")), (3,)),

@@ -10,8 +10,11 @@ __all__ = [
     "MissingExtra",
     "NoGlobalBound",
     "NonFiniteParameters",
+    "NotAContraction",
+    "NotConverged",
     "NotInitialized",
     "PartitionError",
+    "SolverFailed",
     "UnknownLipschitz",
 ]
 
@@ -30,6 +33,22 @@ class PartitionError(BilipError, ValueError):
 
 class NotInitialized(BilipError, RuntimeError):
     """A block that starts from data was used before it saw any."""
+
+
+class NotAContraction(BilipError, ValueError):
+    """A residual branch whose Lipschitz constant is not certified below 1: the block may not be invertible."""
+
+
+class NotConverged(BilipError, RuntimeError):
+    """An iterative inverse that did not reach its tolerance; `solution` holds what was reached, sample by sample."""
+
+    def __init__(self, message: str, solution: object = None) -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+class SolverFailed(BilipError, RuntimeError):
+    """An ODE solver that gave up or returned numbers that are not finite."""
 
 
 class NoGlobalBound(BilipError, ValueError):

@@ -8,11 +8,15 @@ from bilip.blocks.chain import Chain
 from bilip.blocks.conv1x1 import InvertibleConv1x1
 from bilip.blocks.diagonal_scaling import DiagonalScaling
 from bilip.blocks.factor_out import FactorOut
+from bilip.blocks.flatten import Flatten
 from bilip.blocks.flow import Flow
 from bilip.blocks.invert import Invert
+from bilip.blocks.log_det import Exact, Geometric, Poisson, Roulette, Series
 from bilip.blocks.logit import Logit
+from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.partition import Checkerboard, Indices, Partition, Split, Streams
 from bilip.blocks.permutation import Permutation
+from bilip.blocks.residual import Residual, Solution
 from bilip.blocks.scale import EXP, HALF_SIGMOID, SIGMOID, ExpScale, Scale, SigmoidScale, TanhExpScale, scale_from
 from bilip.blocks.squeeze import Squeeze
 
@@ -27,17 +31,26 @@ __all__ = [
     "Chain",
     "Checkerboard",
     "DiagonalScaling",
+    "Exact",
     "ExpScale",
     "FactorOut",
+    "Flatten",
     "Flow",
+    "Geometric",
     "Indices",
     "Invert",
     "InvertibleConv1x1",
     "Logit",
+    "NeuralODE",
     "Partition",
     "Permutation",
+    "Poisson",
+    "Residual",
+    "Roulette",
     "Scale",
+    "Series",
     "SigmoidScale",
+    "Solution",
     "Split",
     "Squeeze",
     "Streams",

@@ -99,6 +99,11 @@ class ActNorm(Bijection):
         bias, log_scale = self._view(z)
         return z / log_scale.exp() - bias
 
+    def shift(self, x: Tensor, sign: int = 1) -> Tensor:
+        """Add the bias, or take it away, and leave the scale to the 1x1 convolution that follows."""
+        self._require_ready()
+        return torch.add(x, self._view(x)[0], alpha=sign)
+
     def _log_det(self, x: Tensor) -> Tensor:
         return (self.log_scale.sum() * (math.prod(x.shape[1:]) // self.features)).expand(x.shape[0])
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from bilip.bounds import Box, log_product
 from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
-from bilip.blocks.conv1x1 import FreeMatrices, invert, log_abs_det
+from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
 from bilip.blocks.reach import Reach, Step
 from bilip.errors import InputError
+from bilip.nets.cache import EvalCache
 
 __all__ = ["Chain"]
 
@@ -53,7 +54,7 @@ class Chain(Bijection):
             self.shape = tuple(int(n) for n in shape)
             self.latent_shape = self.out_shape(self.shape)
         self.volume_preserving = all(block.volume_preserving for block in blocks)
-        self._inverses, self._log_dets = FreeMatrices(invert), FreeMatrices(log_abs_det)
+        self._caches: dict[tuple[object, ...], EvalCache] = {}
 
     def __iter__(self) -> Iterator[Bijection]:
         return iter(self.blocks)  # type: ignore[arg-type]
@@ -79,39 +80,20 @@ class Chain(Bijection):
         return Chain(*chosen, shape=shape)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        self._check_shape(x, self.shape, "input")
-        for block in self.blocks:
-            x = block(x, context)
-        return x
+        return _Pass(self, inverse=False, log_det=False).through(x, context)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        self._check_shape(z, self.latent_shape, "latent")
-        inverses = self._inverses.of(self, self.blocks)
-        for block in reversed(self.blocks):  # type: ignore[call-overload]
-            z = block.mix(inverses[block], z) if block in inverses else block.inverse(z, context)
-        return z
+        return _Pass(self, inverse=True, log_det=False).through(z, context)
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._check_shape(x, self.shape, "input")
-        log_det = _LogDet(self)
-        for block in self.blocks:
-            if block.volume_preserving or log_det.knows(block, x):
-                x = block(x, context)
-            else:
-                x, term = block.forward_and_log_det(x, context)
-                log_det.terms.append(term)
-        return x, log_det.total(x)
+        run = _Pass(self, inverse=False, log_det=True)
+        z = run.through(x, context)
+        return z, run.log_det(z)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._check_shape(z, self.latent_shape, "latent")
-        inverses, log_det = self._inverses.of(self, self.blocks), _LogDet(self, sign=-1)
-        for block in reversed(self.blocks):  # type: ignore[call-overload]
-            if block.volume_preserving or log_det.knows(block, z):
-                z = block.mix(inverses[block], z) if block in inverses else block.inverse(z, context)
-            else:
-                z, term = block.inverse_and_log_det(z, context)
-                log_det.terms.append(term)
-        return z, log_det.total(z)
+        run = _Pass(self, inverse=True, log_det=True)
+        x = run.through(z, context)
+        return x, run.log_det(x)
 
     latent_shape: tuple[int, ...] | None = None
 
@@ -169,27 +151,82 @@ class Chain(Bijection):
         return self.enclose_inverse(box, context)
 
 
-class _LogDet:
-    """The log-determinant of a pass through a chain; what does not depend on the input is added up once, at the end."""
+class _Pass:
+    """One pass through a chain, with the work on parameters done for many blocks at once: on a device, each launch counts.
 
-    def __init__(self, chain: Chain, sign: int = 1) -> None:
-        self.sign = sign
-        self.terms: list[Tensor] = []  # of shape (batch,)
-        self._of_pixel = {block: value[None] for block, value in chain._log_dets.of(chain, chain.blocks).items()}
-        self._of_pixel |= {block: block.log_scale for block in chain.blocks if type(block) is ActNorm}
-        self._constants: dict[int, list[Tensor]] = {}  # by the number of pixels
+    The 1x1 convolutions with a free matrix are taken together by size: one solve, one determinant, and one product with
+    the scales of the ActNorms before them. Log-determinants that do not depend on the input are added up at the end.
+    """
 
-    def knows(self, block: nn.Module, x: Tensor) -> bool:
-        """Whether the term of this block is added up here."""
-        if block not in self._of_pixel:
-            return False
-        features = block.features if isinstance(block, ActNorm) else block.channels
-        self._constants.setdefault(math.prod(x.shape[1:]) // features, []).append(self._of_pixel[block])  # type: ignore
-        return True
+    def __init__(self, chain: Chain, *, inverse: bool, log_det: bool) -> None:
+        self.chain, self.inverse, self.with_log_det = chain, inverse, log_det
+        self.blocks: list[Bijection] = list(chain)
+        self.matrices: dict[int, Tensor] = {}  # by the place of the convolution in the chain
+        self.shifts: set[int] = set()  # places of the ActNorms whose scale went into the matrix after them
+        self.fixed: dict[int, tuple[int, Tensor]] = {}  # features, and logs whose sum counts once for each pixel
+        self.terms: list[Tensor] = []
+        self.constants: dict[int, list[Tensor]] = {}  # by the number of pixels
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
+            if type(block) is ActNorm:
+                self.fixed[k] = block.features, block.log_scale
+            elif type(block) is InvertibleConv1x1 and block.kind == "full" and not _hooked(block):
+                scaled = k > 0 and _only_scales(self.blocks[k - 1], block.channels)
+                weight = block.weight
+                groups.setdefault((block.channels, scaled, weight.dtype, weight.device), []).append(k)
+        for key, places in groups.items():
+            self._prepare(key, places, scaled=bool(key[1]))
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum."""
+    def _prepare(self, key: tuple[object, ...], places: list[int], *, scaled: bool) -> None:
+        stack = torch.stack([self.blocks[k].weight for k in places])  # type: ignore[arg-type]
+        wanted = [invert] * self.inverse + [log_abs_det] * self.with_log_det
+        values = self.chain._caches.setdefault(key, EvalCache()).get_all(self.chain, stack, wanted)
+        matrices = values[0] if self.inverse else stack
+        if scaled:
+            self.shifts.update(k - 1 for k in places)
+            scales = torch.stack([self.blocks[k - 1].log_scale for k in places]).exp()  # type: ignore[arg-type]
+            matrices = matrices / scales[:, :, None] if self.inverse else matrices * scales[:, None, :]
+        self.matrices.update(zip(places, matrices.unbind(), strict=True))
+        if self.with_log_det:
+            self.fixed.update((k, (len(stack[0]), log)) for k, log in zip(places, values[-1].split(1), strict=True))
+
+    def through(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """The image of `x`."""
+        chain = self.chain
+        chain._check_shape(x, chain.latent_shape if self.inverse else chain.shape, "latent" if self.inverse else "input")
+        places = range(len(self.blocks))
+        for k in reversed(places) if self.inverse else places:
+            x = self._step(k, self.blocks[k], x, context)
+            if self.with_log_det and k in self.fixed:
+                features, logs = self.fixed[k]
+                self.constants.setdefault(math.prod(x.shape[1:]) // features, []).append(logs)
+        return x
+
+    def _step(self, k: int, block: Bijection, x: Tensor, context: Tensor | None) -> Tensor:
+        if k in self.matrices:
+            return block.mix(self.matrices[k], x)  # type: ignore[operator]
+        if k in self.shifts:
+            return block.shift(x, -1 if self.inverse else 1)  # type: ignore[operator]
+        if not self.with_log_det or block.volume_preserving or k in self.fixed:
+            return block.inverse(x, context) if self.inverse else block(x, context)
+        x, term = (block.inverse_and_log_det if self.inverse else block.forward_and_log_det)(x, context)
+        self.terms.append(term)
+        return x
+
+    def log_det(self, x: Tensor) -> Tensor:
+        """The log-determinant, after `through`."""
         total = torch.stack(self.terms).sum(0) if self.terms else x.new_zeros(x.shape[:1])
-        for pixels, values in self._constants.items():
-            total = total + torch.cat(values).sum() * (self.sign * pixels)
+        for pixels, logs in self.constants.items():
+            total = total + torch.cat(logs).sum() * (-pixels if self.inverse else pixels)
         return total
+
+
+def _only_scales(block: Bijection, channels: int) -> bool:
+    """Whether a block is an ActNorm whose scale can go into the matrix after it."""
+    same = type(block) is ActNorm and block.features == channels and block.dim == 1
+    return same and block._ready and not _hooked(block)
+
+
+def _hooked(block: nn.Module) -> bool:
+    """Whether somebody watches the calls of a block, which then have to happen."""
+    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)

@@ -4,5 +4,6 @@ from bilip.models.checkpoint import flow, load, save
 from bilip.models.classifier import Classifier, classifier
 from bilip.models.glow import glow
 from bilip.models.real_nvp import real_nvp
+from bilip.models.residual_flow import residual_flow
 
-__all__ = ["Classifier", "classifier", "flow", "glow", "load", "real_nvp", "save"]
+__all__ = ["Classifier", "classifier", "flow", "glow", "load", "real_nvp", "residual_flow", "save"]

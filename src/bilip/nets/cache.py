@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EvalCache", "is_plain"]
+__all__ = ["EvalCache", "is_plain", "reusing"]
+
+_REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
+
+
+@contextlib.contextmanager
+def reusing() -> Iterator[None]:
+    """Let values be reused in training mode too: for the many evaluations of one iterative solve, without gradients."""
+    token = _REUSING.set(True)
+    try:
+        yield
+    finally:
+        _REUSING.reset(token)
 
 
 class EvalCache:
@@ -18,19 +32,24 @@ class EvalCache:
 
     def __init__(self) -> None:
         self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self._values: dict[Callable[[Tensor], Tensor], Tensor] = {}
 
     def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The value for `weight`, from the cache when that is allowed and right."""
-        if owner.training or torch.is_grad_enabled() or not is_plain(weight):
-            self._key = self._value = None
-            return compute(weight)
+        return self.get_all(owner, weight, (compute,))[0]
+
+    def get_all(self, owner: nn.Module, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+        """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
+        if (owner.training and not _REUSING.get()) or torch.is_grad_enabled() or not is_plain(weight):
+            self._key, self._values = None, {}
+            return [compute(weight) for compute in computes]
         key = self._key
         if key is None or key.device != weight.device or key.dtype != weight.dtype or not torch.equal(key, weight):
-            self._key, self._value = weight.detach().clone(), compute(weight)
-        if self._value is None:
-            self._value = compute(weight)
-        return self._value
+            self._key, self._values = weight.detach().clone(), {}
+        for compute in computes:
+            if compute not in self._values:
+                self._values[compute] = compute(weight)
+        return [self._values[compute] for compute in computes]
 
     def __deepcopy__(self, memo: dict) -> EvalCache:
         return EvalCache()

@@ -122,6 +122,36 @@ def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -
     return total
 
 
+def log_cap(net: nn.Module) -> float | None:
+    """Log of a constant that no weights can exceed: the coefficients of held layers times those of the activations.
+
+    `None` where some layer is not held. Unlike `log_lipschitz` it needs no norms and stays true during training.
+
+    Example:
+        >>> from bilip.nets import MLP
+        >>> log_cap(MLP(2, 2, lipschitz=0.5)) <= math.log(0.5)
+        True
+        >>> log_cap(MLP(2, 2)) is None
+        True
+    """
+    if isinstance(net, Declared):
+        return log_of(net.lipschitz)
+    total = 0.0
+    for layer in flatten(net):
+        inner = getattr(layer, "layers", None)
+        if isinstance(inner, nn.Sequential):
+            part = log_cap(inner)
+        elif hasattr(layer, "coefficient"):
+            part = log_of(layer.coefficient)  # type: ignore[arg-type]
+        else:
+            known = None if _hooked(layer) else activations.facts(layer)
+            part = 0.0 if isinstance(layer, nn.Flatten) else None if known is None else log_of(known.lipschitz)
+        if part is None:
+            return None
+        total = log_product(total, part)
+    return total
+
+
 def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     """A box that holds the image of a box; `Box.everything()` where nothing finite is known.
 

@@ -118,7 +118,7 @@ class ConvNet(nn.Module):
 
 
 def _faster_channels_last(x: Tensor) -> bool:
-    """Whether to convolve with the channels innermost: on the CPU that is faster for all but small batches of small images."""
+    """Whether to convolve with the channels innermost: faster on the CPU, but for small batches of small images."""
     if x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or not is_plain(x):
         return False
     return x.shape[0] * x.shape[2] * x.shape[3] >= 2048 and not x.is_contiguous(memory_format=torch.channels_last)

@@ -50,6 +50,8 @@ class HeldLinear(nn.Linear):
         return self._cache.get(self, self.weight, self._hold)
 
     def _hold(self, weight: Tensor) -> Tensor:
+        if self.coefficient == math.inf:  # a copy whose weight is held already
+            return weight
         return _shrink(weight, gram_norm(weight.double()[None]), self.coefficient)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,6 +102,8 @@ class HeldConv2d(nn.Conv2d):
         return self._cache.get(self, self.weight, self._hold)
 
     def _hold(self, weight: Tensor) -> Tensor:
+        if self.coefficient == math.inf:
+            return weight
         stride = (int(self.stride[0]), int(self.stride[1]))
         if self.kernel_size == (1, 1) and stride == (1, 1):
             return _shrink(weight, gram_norm(weight.double().flatten(1)[None]), self.coefficient)

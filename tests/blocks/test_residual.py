@@ -1,0 +1,223 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bilip import Box, models
+from bilip.blocks import Residual
+from bilip.blocks.residual import double_twin
+from bilip.errors import InputError, NotAContraction, NotConverged
+from bilip.nets import MLP, ConvNet, Declared
+from bilip.testing import search_gains
+
+
+def make(seed=0, size=4, c=0.9, loud=10.0, **options):
+    """A residual block whose layers really use up their coefficients."""
+    torch.manual_seed(seed)
+    net = MLP(size, size, hidden=(32, 32), activation="elu", lipschitz=c)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.ndim == 2:
+                p.mul_(loud)
+    return Residual(net, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["anderson", "plain"])
+def test_stated_bound_is_never_below_the_true_error(dtype, method):
+    """4,000 inverses for each dtype and method, at tolerances from useless to the best there is."""
+    below = 0
+    for seed in range(5):
+        block = make(seed, c=(0.5, 0.9, 0.99)[seed % 3]).to(dtype).eval()
+        y = 3 * torch.randn(200, 4, dtype=dtype)
+        exact = Residual(Declared(double_twin(block.g), lipschitz=block.contraction()), max_evaluations=20_000).eval()
+        reference = exact.solve(y.double(), tolerance=1e-13)
+        for tolerance in (1.0, 1e-2, 1e-4, None):
+            solution = block.solve(y, tolerance=tolerance, method=method)
+            error = (solution.x.double() - reference.x).norm(dim=1)
+            below += int((error > solution.error_bound + 1e-14).sum())
+            if tolerance is not None:
+                assert bool((error <= tolerance).all())
+            assert bool(solution.converged.all())
+    assert below == 0
+
+
+def test_the_bound_holds_for_points_that_are_no_iterates():
+    """The residual form holds anywhere; the step-difference form |x_k - x_{k-1}| c / (1 - c) fails for accelerated iterates."""
+    block = make(1, c=0.95).double().eval()
+    y = torch.randn(500, 4, dtype=torch.float64)
+    exact = block.solve(y)
+    anywhere = exact.x + torch.randn_like(exact.x) * torch.logspace(-8, 1, 500, dtype=torch.float64)[:, None]
+    with torch.no_grad():
+        residual = (y - block(anywhere)).norm(dim=1)
+    assert bool(((anywhere - exact.x).norm(dim=1) <= residual / (1 - block.contraction()) + 1e-12).all())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_round_trips_at_the_tolerance_asked_for(dtype, tolerance):
+    block = make(2, tolerance=tolerance).to(dtype).eval()
+    x = torch.randn(500, 4, dtype=dtype)
+    error = (block.inverse(block(x)).double() - x.double()).norm(dim=1)
+    # The forward pass rounds too; the inverse may magnify that by 1 / (1 - c).
+    assert float(error.max()) <= tolerance + 10 * torch.finfo(dtype).eps * 10 / (1 - 0.9)
+
+
+def test_status_for_each_sample_and_an_error_with_the_residual():
+    block = make(3, c=0.99, max_evaluations=3).eval()
+    y = torch.cat((torch.zeros(1, 4) + 1e-12, 5 * torch.randn(7, 4)))
+    solution = block.solve(y)
+    assert solution.converged.shape == (8,)
+    assert not bool(solution.converged.all())
+    with pytest.raises(NotConverged, match=r"inverses missed their tolerance; worst is sample \d+, residual") as caught:
+        block.inverse(y)
+    assert caught.value.solution.residual.shape == (8,)
+
+
+def test_tolerances_below_the_reach_of_the_dtype():
+    block = make().eval()
+    with pytest.raises(InputError, match=r"is below what torch.float32 can give"):
+        block.solve(100 * torch.ones(2, 4), tolerance=1e-9)
+    hard = make(c=0.999).eval()
+    solution = hard.solve(torch.randn(50, 4), tolerance=2e-7)  # representable, but rounding times 1 / (1 - c) is larger
+    assert not bool(solution.converged.all())
+    assert bool((solution.error_bound < 1e-2).all())
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, 1.2, -0.1])
+def test_coefficients_outside_the_unit_interval(bad):
+    with pytest.raises(InputError, match=r"constant in \(0, 1\)"):
+        models.residual_flow(2, coefficient=bad)
+    if bad >= 1:
+        with pytest.raises(NotAContraction, match="invertible for a constant below 1"):
+            Residual(MLP(2, 2, lipschitz=bad))
+
+
+def test_branches_that_are_no_certified_contraction():
+    with pytest.raises(NotAContraction, match="Build g from held layers"):
+        Residual(nn.Sequential(nn.Linear(2, 2), nn.Flatten(), nn.Linear(2, 2)).requires_grad_(False).apply(lambda m: m.weight.data.fill_(3) if hasattr(m, "weight") else None))
+    small = nn.Linear(2, 2)
+    small.weight.data.fill_(0.1)
+    block = Residual(small)
+    assert block.contraction() == pytest.approx(0.2)
+    small.weight.data.fill_(10.0)  # not held: training may break it, and the inverse notices
+    with pytest.raises(NotAContraction):
+        block.inverse(torch.ones(1, 2))
+
+
+def test_implicit_gradients_equal_unrolled_ones():
+    block = make(4, c=0.8).double()
+    y = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 4, dtype=torch.float64)
+    parameters = list(block.parameters())
+    implicit = torch.autograd.grad((block.inverse(y) * weight).sum(), [y, *parameters])
+    unrolled = torch.autograd.grad((block.unrolled_inverse(y, 200) * weight).sum(), [y, *parameters])
+    for a, b in zip(implicit, unrolled, strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_implicit_gradient_of_the_context():
+    torch.manual_seed(0)
+    block = Residual(MLP(2, 2, hidden=(16,), context=3, activation="tanh", lipschitz=0.8)).double()
+    y = torch.randn(5, 2, dtype=torch.float64)
+    context = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    (a,) = torch.autograd.grad(block.inverse(y, context).square().sum(), context)
+    (b,) = torch.autograd.grad(block.unrolled_inverse(y, 200, context).square().sum(), context)
+    assert torch.allclose(a, b, rtol=1e-8, atol=1e-8)
+
+
+def saved_bytes(call) -> int:
+    """What autograd keeps for the backward pass."""
+    kept = {}
+
+    def pack(t):
+        kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    del result
+    return sum(kept.values())
+
+
+def test_memory_does_not_depend_on_the_number_of_iterations():
+    block = make(5, c=0.99).double()
+    y = torch.randn(256, 4, dtype=torch.float64, requires_grad=True)
+    few = make(5, c=0.99, tolerance=1e-1).double()
+    many = make(5, c=0.99, tolerance=1e-9).double()
+    assert int(many.solve(y).evaluations.max()) > 2 * int(few.solve(y).evaluations.max())
+    assert saved_bytes(lambda: many.inverse(y)) == saved_bytes(lambda: few.inverse(y))
+    assert saved_bytes(lambda: block.unrolled_inverse(y, 40)) > 10 * saved_bytes(lambda: block.unrolled_inverse(y, 2))
+
+
+def test_bounds_under_adversarial_search():
+    for seed in range(4):
+        for c in (0.5, 0.95):
+            block = make(seed, c=c).double()
+            gains = search_gains(block, Box(-3, 3, shape=(4,)), points=16, steps=15, seed=seed)
+            bound = block.bounds()
+            assert gains.forward <= bound.forward * (1 + 1e-9) <= (1 + c) * (1 + 1e-8)
+            assert gains.inverse <= bound.inverse * (1 + 1e-9) <= 1 / (1 - c) * (1 + 1e-8)
+            assert gains.forward > 1.02  # the search is not idle
+
+
+def test_a_block_built_with_torchs_spectral_norm_breaks_the_bounds():
+    """Normalised "to 0.9", its branch is no contraction: the gain of F exceeds 1 + c, and iterating for the inverse diverges."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 8, 3, padding=1, bias=False).double()
+    nn.init.uniform_(conv.weight)
+    conv = nn.utils.parametrizations.spectral_norm(conv, n_power_iterations=100).eval()
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x):
+            return 0.9 * self.conv(x)
+
+    believed = Residual(Declared(Scaled(), lipschitz=0.9)).eval()  # what other libraries take for granted
+    constant = torch.ones(1, 8, 12, 12, dtype=torch.float64)
+    gain = float((believed(constant) - believed(0 * constant)).norm() / constant.norm())
+    assert gain > 1 + 0.9
+    assert not bool(believed.solve(constant).converged.all()) or not torch.allclose(believed(believed.solve(constant).x), constant)
+    with pytest.raises(NotAContraction):
+        Residual(conv)  # read layer by layer, the truth comes out
+    held = Residual(ConvNet(8, 8, hidden=8, gain=False, lipschitz=0.9)).double().eval()
+    assert bool(held.solve(constant).converged.all())
+
+
+def test_training_keeps_the_certificate():
+    torch.manual_seed(0)
+    flow = models.residual_flow(2, blocks=3, hidden=(16,), coefficient=0.7)
+    optimizer = torch.optim.Adam(flow.parameters(), lr=0.05)
+    for _ in range(30):
+        x = torch.randn(64, 2) * torch.tensor([3.0, 0.1])
+        z, log_det = flow.forward_and_log_det(x)
+        optimizer.zero_grad()
+        (0.5 * z.square().sum(1) - log_det).mean().backward()
+        optimizer.step()
+    assert flow.bounds().inverse <= 1 / (1 - 0.7) ** 3 * 1.0001
+    x = torch.randn(64, 2)
+    assert torch.allclose(flow.eval().inverse(flow(x)), x, atol=1e-4)
+
+
+def test_image_flows():
+    table = models.residual_flow((3, 16, 16), blocks=(1, 1, 1, 1), hidden=8, squeeze_first=True, dense_blocks=2, dense_hidden=8, logit=0.05)
+    x = torch.rand(4, 3, 16, 16)
+    table.train()
+    table(x)
+    table.eval()
+    with torch.no_grad():
+        z = table(x)
+        assert z.shape == (4, 768)
+        assert torch.allclose(table.inverse(z), x, atol=1e-3)
+    multi = models.residual_flow((3, 8, 8), blocks=(1, 1), hidden=8, factor_out=True, actnorm=False)
+    z, log_det = multi.forward_and_log_det(torch.randn(2, 3, 8, 8))
+    assert z.shape == (2, 192)
+    assert log_det.shape == (2,)
+    assert math.isfinite(multi.bounds().log_inverse)
+    with pytest.raises(InputError, match="divisible by 8"):
+        models.residual_flow((3, 12, 12), blocks=(1, 1, 1), squeeze_first=True)
+    with pytest.raises(InputError, match="above 1"):
+        models.residual_flow(2, blocks=2, activation="swish")
