@@ -16,19 +16,20 @@ BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTA
 TOKEN = re.compile(r"\\(?:mathrm|mathbb|text)\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\S")
 
 LETTERS = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ", "pi": "π", "sigma": "σ", "tau": "τ",
-    "infty": "∞", "dots": "…", "cdots": "⋯",
+    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ", "pi": "π", "sigma": "σ",
+    "tau": "τ", "infty": "∞", "dots": "…", "cdots": "⋯", "partial": "∂", "top": "⊤",
 }  # fmt: skip
 OPERATORS = {
-    "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "cap": "∩", "to": "→", "mapsto": "↦",
+    "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←", "mapsto": "↦",
     "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑", "|": "‖", "lVert": "‖", "rVert": "‖",
     "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}",
 }  # fmt: skip
 DOUBLE = {"R": "ℝ"}
 NAMES = ("max", "min", "sup", "log", "exp", "cos", "tanh", "det", "diag")
 BELOW = {"∑", "max", "min", "sup"}  # in a displayed formula their subscripts stand below
+IGNORED = ("big", "left", "right")
 SPACES = {",": "0.17em", ";": "0.28em", "quad": "1em", "qquad": "2em", " ": "0.28em"}
-ACCENTS = {"hat": "^", "bar": "¯"}
+ACCENTS = {"hat": "^", "bar": "¯", "dot": "˙"}
 
 
 def on_page_content(html: str, **_: object) -> str:
@@ -116,6 +117,8 @@ class Parser:
             return f"<msqrt>{self.atom()}</msqrt>"
         if name in ACCENTS:
             return f'<mover accent="true">{self.atom()}<mo>{ACCENTS[name]}</mo></mover>'
+        if name in IGNORED:
+            return ""
         if name in SPACES:
             return f'<mspace width="{SPACES[name]}"/>'
         if name in NAMES:

@@ -104,45 +104,47 @@ def search_gains(
     """
     model = copy.deepcopy(bijection).double().cpu().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    given = None if context is None else as_float64(context).expand(1, *context.shape)
-
-    def one(x: Tensor) -> Tensor:
-        return model(x[None], given)[0].flatten()
-
+    given = None if context is None else as_float64(context).expand(points, *context.shape)
     start = domain.sample(points, generator=generator)
     forward, inverse = _pair_gains(model, domain, start, given, generator)
     side = (domain.high - domain.low).clamp_min(1e-12)
     for sign in (1, -1):
         x, rate = start, 0.1
         for _ in range(steps):
-            jacobian = torch.func.vmap(torch.func.jacrev(one))(x).flatten(2)
-            _, values, right = torch.linalg.svd(jacobian)
+            x = x.detach().requires_grad_()
+            z = model(x, given)
+            left, values, right = torch.linalg.svd(_jacobian(z, x))
             forward = max(forward, float(values[:, 0].max()))
             # A singular value errs by the rounding of the largest: count only the gain that is certain.
             certain = values[:, -1] + 8 * values.shape[-1] * EPS * values[:, 0]
             inverse = max(inverse, float((1 / certain).nan_to_num(0.0).max()))
-            v = (right[:, 0] if sign > 0 else right[:, -1]).reshape(x.shape)
-
-            def log_gain(x: Tensor, v: Tensor = v) -> Tensor:
-                pushed = torch.func.jvp(torch.func.vmap(one), (x,), (v,))[1]
-                return pushed.flatten(1).norm(dim=1).log().sum()
-
-            slope = torch.func.grad(log_gain)(x).nan_to_num(0.0, 0.0, 0.0)
-            x = torch.clamp(x + sign * rate * side * slope.sign(), domain.low, domain.high)
+            k = 0 if sign > 0 else -1
+            # The derivative of a singular value u^T J v is u^T dJ v: u and v stay fixed.
+            (pulled,) = torch.autograd.grad(z, x, left[:, :, k].view_as(z), create_graph=True)
+            gain = (pulled.flatten(1) * right[:, k]).sum()
+            slope = torch.autograd.grad(gain, x)[0].nan_to_num(0.0, 0.0, 0.0) if gain.requires_grad else torch.zeros_like(x)
+            x = torch.clamp(x.detach() + sign * rate * side * slope.sign(), domain.low, domain.high)
             rate *= 0.85
     return Gains(forward, inverse)
+
+
+def _jacobian(z: Tensor, x: Tensor) -> Tensor:
+    """The Jacobians of a batch, one backward pass for each output: of use for any map that treats samples apart."""
+    flat = z.flatten(1)
+    rows = [torch.autograd.grad(flat[:, k].sum(), x, retain_graph=True)[0].flatten(1) for k in range(flat.shape[1])]
+    return torch.stack(rows, 1)
 
 
 def _pair_gains(
     model: Bijection, domain: Box, x: Tensor, context: Tensor | None, generator: torch.Generator
 ) -> tuple[float, float]:
     forward = inverse = 0.0
-    context = None if context is None else context.expand(len(x), *context.shape[1:])
     for scale in (1.0, 1e-2, 1e-4):
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         other = torch.clamp(x + scale * (domain.high - domain.low) * noise, domain.low, domain.high)
         step = (x - other).flatten(1).norm(dim=1)
-        move = (model(x, context) - model(other, context)).flatten(1).norm(dim=1)
+        with torch.no_grad():
+            move = (model(x, context) - model(other, context)).flatten(1).norm(dim=1)
         # A difference of nearby values carries rounding noise: leave out pairs where that could pass for a gain.
         sure = (step > 1e-6) & torch.isfinite(move) & (move > 1e-6)
         if sure.any():
@@ -213,10 +215,9 @@ def _check_log_det(model: Bijection, x: Tensor, context: Tensor | None) -> None:
         if tuple(value.shape) != (len(x),):
             raise ContractViolation(f"{name}: the log-determinant has shape {tuple(value.shape)}, expected ({len(x)},).")
     _close("log-determinants of F and F^-1 (up to sign)", log_det, -back, 1e-7)
-    for k in range(len(x)):
-        row = None if context is None else context[k : k + 1]
-        jacobian = torch.func.jacrev(lambda v, row=row: model(v[None], row)[0].flatten())(x[k]).reshape(x[k].numel(), -1)
-        _close("log-determinant and slogdet of the Jacobian", log_det[k], torch.linalg.slogdet(jacobian)[1], 1e-7)
+    leaf = x.detach().clone().requires_grad_()
+    jacobian = _jacobian(model(leaf, context), leaf)
+    _close("log-determinant and slogdet of the Jacobian", log_det, torch.linalg.slogdet(jacobian)[1], 1e-7)
 
 
 def _check_gradients(model: Bijection, x: Tensor, context: Tensor | None) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
-from bilip.blocks.residual import double_twin
 from bilip.bounds import Box, log_of, log_product
-from bilip.errors import InputError, MissingExtra, SolverFailed
+from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
 from bilip.nets import certify
 from bilip.nets.cache import is_plain
 
@@ -80,7 +79,7 @@ class NeuralODE(Bijection):
         require_shape("NeuralODE", "f(x, t)", value, x)
         return value
 
-    def _integrate(self, state: Any, field: Any, backward: bool, tighter: float = 1.0) -> Any:
+    def _integrate(self, state: Any, field: Any, backward: bool) -> Any:
         torchdiffeq = _torchdiffeq()
         like = state[0] if isinstance(state, tuple) else state
         ends = [self.time, 0.0] if backward else [0.0, self.time]
@@ -89,8 +88,10 @@ class NeuralODE(Bijection):
         solve = torchdiffeq.odeint_adjoint if self.adjoint else torchdiffeq.odeint
         try:
             path = solve(
-                system, state, times, method=self.method, rtol=self.rtol * tighter, atol=self.atol * tighter, options=self.options
+                system, state, times, method=self.method, rtol=self.rtol, atol=self.atol, options=self.options
             )
+        except BilipError:
+            raise
         except (AssertionError, ValueError, RuntimeError) as error:
             raise SolverFailed(
                 f"NeuralODE: the solver {self.method!r} failed ({str(error) or 'step size underflow'}). Loosen rtol and atol, "
@@ -144,7 +145,7 @@ class NeuralODE(Bijection):
         """
         z = self(x, context).double()
         twin = NeuralODE(
-            double_twin(self.f), time=self.time, method="dopri5", rtol=max(self.rtol * 1e-3, 1e-12), atol=max(self.atol * 1e-3, 1e-12)
+            certify.double_twin(self.f), time=self.time, method="dopri5", rtol=max(self.rtol * 1e-3, 1e-12), atol=max(self.atol * 1e-3, 1e-12)
         )
         return (z - twin(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
 
