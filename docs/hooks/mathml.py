@@ -20,9 +20,9 @@ LETTERS = {
     "tau": "τ", "infty": "∞", "dots": "…", "cdots": "⋯", "partial": "∂", "top": "⊤",
 }  # fmt: skip
 OPERATORS = {
-    "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←", "mapsto": "↦",
-    "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑", "|": "‖", "lVert": "‖", "rVert": "‖",
-    "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}",
+    "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←",
+    "mapsto": "↦", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
+    "|": "‖", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}",
 }  # fmt: skip
 DOUBLE = {"R": "ℝ"}
 NAMES = ("max", "min", "sup", "log", "exp", "cos", "tanh", "det", "diag")

@@ -196,10 +196,10 @@ def feature_axis(net: nn.Module) -> int | None:
 
 
 def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    r"""`net(x)` for a batch in float64, and how far each entry is from it at most in real arithmetic.
+    r"""`net(x)` for a batch in float64, and for each sample how far it is at most from the value in real arithmetic.
 
-    The weights are those that act, whatever their dtype; the second tensor bounds all rounding on the way. A declared net is evaluated
-    in float64 and credited with ten correct digits.
+    The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \, |x|$, and later layers
+    magnify what came before by their norms. A declared net is evaluated in float64 and credited with ten correct digits.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
@@ -208,39 +208,40 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
         (True, torch.float64)
     """
     value = x.detach().double()
-    return _point(net, value, torch.zeros_like(value), None if context is None else context.detach().double())
+    return _point(net, value, value.new_zeros(len(value)), None if context is None else context.detach().double())
 
 
 def _point(net: nn.Module, value: Tensor, error: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
     if isinstance(net, Declared):
         twin = double_twin(net.net)
         image = twin(value) if context is None else twin(value, context)
-        reach = net.lipschitz * error.flatten(1).norm(dim=1)
-        return image, 1e-10 * (1 + image.abs()) + reach.view(-1, *[1] * (image.ndim - 1))
+        return image, net.lipschitz * error + 1e-10 * (1 + _sizes(image))
     inner: Any = getattr(net, "layers", None)
     if isinstance(inner, nn.Sequential):
         if context is not None and max(getattr(net, "context_features", 0), getattr(net, "context_channels", 0)):
-            dim = 1 if hasattr(net, "context_channels") else -1
-            value, error = torch.cat((value, context), dim), torch.cat((error, torch.zeros_like(context)), dim)
+            value = torch.cat((value, context), 1 if hasattr(net, "context_channels") else -1)
         return _point(inner, value, error, None)
     for layer in flatten(net):
         if layer is not net and (isinstance(layer, Declared) or isinstance(getattr(layer, "layers", None), nn.Sequential)):
             value, error = _point(layer, value, error, context)
             continue
         if isinstance(layer, nn.Flatten):
-            value, error = value.flatten(1), error.flatten(1)
+            value = value.flatten(1)
             continue
         known = None if _hooked(layer) else activations.facts(layer)
         if known is not None:
-            low, high = known.interval(value - error, value + error)
-            value = low / 2 + high / 2
-            error = (high - low) / 2 + 1e-14 * torch.maximum(low.abs(), high.abs()) + 1e-300
+            value = known.interval(value, value)[0]
+            error = known.lipschitz * error + 1e-14 * (1 + _sizes(value))
             continue
-        affine = affine_layer(layer)
+        affine = affine_layer(layer, move=False)
         if affine is None:
             raise unknown(layer)
-        value, error = affine.point(value, error)
+        value, error = affine.point(value, error, getattr(layer, "coefficient", math.inf))
     return value, error
+
+
+def _sizes(value: Tensor) -> Tensor:
+    return value.flatten(1).norm(dim=1)
 
 
 def double_twin(net: nn.Module) -> nn.Module:
@@ -316,18 +317,15 @@ class Affine:
             error = error + 2 * EPS * (bias.abs() + middle.abs())
         return Box.outward(middle - reach, middle + reach, error)
 
-    def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of a batch of values known up to an error, on their device, and its own error."""
-        weight = self.weight.to(value.device)
-        magnitude = weight.abs()
-        rounding = (weight[0].numel() + 4) * EPS
-        image = self._act(weight, value)
-        error = self._act(magnitude, error) * (1 + rounding) + rounding * self._act(magnitude, value.abs())
+    def point(self, value: Tensor, error: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        """The image of a batch of values known up to an error in length, and its own error; `cap` bounds the norm if it is known."""
+        total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
+        gross = float(torch.linalg.matrix_norm(total)) * (1 + 1e-12)
+        image = self._act(self.weight, value)
+        error = min(cap, gross) * error + (self.weight[0].numel() + 4) * EPS * gross * _sizes(value)
         if self.bias is not None:
-            bias = self.bias.to(value.device)
-            bias = bias if self.conv is None else bias.view(-1, *[1] * (weight.ndim - 2))
-            image = image + bias
-            error = error + 2 * EPS * (bias.abs() + image.abs())
+            image = image + (self.bias if self.conv is None else self.bias.view(-1, *[1] * (self.weight.ndim - 2)))
+            error = error + 2 * EPS * (_sizes(image) + float(self.bias.norm()) * math.sqrt(image[0].numel() / len(self.bias)))
         return image, error
 
     def _act(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -344,8 +342,8 @@ class Affine:
         return call(x, weight, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
 
-def affine_layer(layer: nn.Module) -> Affine | None:
-    """Read a linear or convolution layer; `None` for other modules."""
+def affine_layer(layer: nn.Module, *, move: bool = True) -> Affine | None:
+    """Read a linear or convolution layer, on the CPU unless `move=False`; `None` for other modules."""
     linear = _is_plain(layer, nn.Linear)
     conv = any(_is_plain(layer, kind) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     held = getattr(layer, "held_weight", None)
@@ -356,8 +354,10 @@ def affine_layer(layer: nn.Module) -> Affine | None:
             f"{type(layer).__name__} is parametrized and in training mode, where reading its weight may change it. "
             "Call .eval() on the model before asking for bounds."
         )
-    weight = as_float64(held() if held else layer.weight)
-    bias = None if layer.bias is None else as_float64(_effective_bias(layer))
+    weight = (held() if held else layer.weight).detach().double()
+    bias = None if layer.bias is None else _effective_bias(layer).detach().double()
+    if move:
+        weight, bias = weight.cpu(), None if bias is None else bias.cpu()
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and not torch.isfinite(value).all():
             raise NonFiniteParameters(
