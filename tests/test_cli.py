@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
         "def additive():\n    return bilip.models.real_nvp(4, blocks=3, coupling='additive')\n"
         "def affine():\n    return bilip.Flow(bilip.models.real_nvp(4, blocks=3))\n"
         "def nothing():\n    return 3\n"
+        "def broken():\n    return 1 / 0\n"
     )
     models.save(models.real_nvp(4, blocks=3, coupling="additive"), path / "saved")
     return path
@@ -52,6 +53,8 @@ def test_boxes_formulas_and_json(folder):
         (["bounds", "mine:nothing"], "gave a int"),
         (["bounds", "mine:affine", "--box", "4", "-4"], "Swap the two"),
         (["bounds", "mine:affine", "--formula", "best"], "'sharp', 'paper'"),
+        (["bounds", "mine:broken"], "mine:broken raised ZeroDivisionError"),
+        (["bounds", "mine:additive", "--out", "nowhere/b.json"], "cannot write nowhere/b.json"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(folder, args, says):

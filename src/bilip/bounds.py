@@ -401,8 +401,8 @@ class BiLipschitz:
                 lines.append(f"the bound on Lip({label}) passes 1/eps = {1 / self.eps:.2g} at block {row.name} ({row.kind})")
             if total == INF:
                 lines.append(
-                    f"the bound on Lip({label}) is +inf: its logarithm or an enclosing box left the range of float64; "
-                    "that is no proof of divergence, only the end of what this formula can bound"
+                    f"the bound on Lip({label}) is +inf: an enclosing box or a logarithm left the range of float64, a context was not "
+                    "bounded (pass context=), or the map is not Lipschitz there; it proves nothing, also no divergence"
                 )
         return lines
 
@@ -448,4 +448,4 @@ def _log10(log: float) -> str:
 
 
 def _number(log: float) -> str:
-    return f"{math.exp(log):.6g}" if log < 200 else ("inf" if log == INF else f"1e{log / math.log(10):.6g}")
+    return f"{math.exp(log):.6g}" if log < 200 else ("inf" if log == INF else f"10^{log / math.log(10):.6g}")

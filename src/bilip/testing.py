@@ -102,6 +102,8 @@ def search_gains(
         >>> round(gains.forward, 6), round(gains.inverse, 6)
         (2.0, 2.0)
     """
+    if not (isinstance(domain, Box) and domain.shape and domain.is_bounded):
+        raise InputError(f"search_gains: expected a bounded box with the shape of one sample, as in Box(-1, 1, shape=(2,)), got {domain!r}.")
     model = copy.deepcopy(bijection).double().cpu().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     given = None if context is None else as_float64(context).expand(points, *context.shape)

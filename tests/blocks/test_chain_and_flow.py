@@ -6,8 +6,8 @@ from torch.distributions import Independent, Normal, Uniform
 
 from bilip import Box, Chain, Flow, Invert, blocks, models
 from bilip.blocks import Squeeze
-from bilip.errors import InputError, NoGlobalBound
-from bilip.nets import MLP
+from bilip.errors import BilipError, InputError, NoGlobalBound
+from bilip.nets import MLP, Declared
 
 
 def test_slices_share_blocks_and_know_their_shape():
@@ -50,6 +50,10 @@ def test_logit_makes_affine_chains_globally_bounded():
     assert chain.bounds().domain == Box(0, 1, shape=(4,))
     with pytest.raises(InputError, match=r"defined on \[0, 1\]"):
         chain.bounds(Box(-1, 1))
+    with pytest.raises(NoGlobalBound, match="with the shape of one sample"):
+        Chain(*chain).bounds()  # without a shape nothing can be enclosed
+    assert Invert(Invert(chain)).bounds().inverse == pytest.approx(chain.bounds().inverse)
+    assert Chain(Squeeze(), blocks.Logit(0.1), shape=(1, 4, 4)).bounds().domain == Box(0, 1, shape=(1, 4, 4))
     with pytest.raises(NoGlobalBound):
         chain[1:].bounds()
 
@@ -69,6 +73,36 @@ def test_overflow_is_said():
     assert bound.forward == math.inf
     assert any("+inf" in line and "left the range of float64" in line for line in bound.remarks())
     assert "+inf" in bound.table()
+
+
+def test_an_unbounded_context_is_said():
+    block = blocks.AffineCoupling(MLP(2, 4, context=2), scale="sigmoid")
+    box = Box(-1, 1, shape=(4,))
+    assert any("context was not bounded" in line for line in block.bounds(box).remarks())
+    assert block.bounds(box, context=Box(-1, 1, shape=(2,))).inverse < math.inf
+
+
+def test_magnitudes_are_of_outputs_in_both_directions():
+    chain = Chain(blocks.DiagonalScaling(torch.tensor([10.0, 10.0])), blocks.DiagonalScaling(torch.tensor([0.5, 0.5])), shape=(2,))
+    for bound in (chain.bounds(Box(-1, 1)), chain.bounds(latent=Box(-5, 5))):
+        assert [round(row.magnitude, 6) for row in bound.blocks] == [10.0, 5.0]
+
+
+def test_missing_maps_are_said():
+    class Half(blocks.Bijection):
+        def forward(self, x, context=None):
+            return x
+
+    with pytest.raises(BilipError, match="Half defines no inverse"):
+        Half().inverse(torch.ones(1, 2))
+
+
+def test_context_reaches_only_the_nets_that_take_it():
+    chain = Chain(blocks.AdditiveCoupling(Declared(torch.nn.Tanh(), lipschitz=1.0)), blocks.AdditiveCoupling(MLP(2, 2, context=3)))
+    x, context = torch.randn(5, 4), torch.randn(5, 3)
+    assert torch.allclose(chain.inverse(chain(x, context), context), x, atol=1e-5)
+    rows = blocks.AdditiveCoupling(MLP(2, 2, context=2), blocks.Split(dim=-1))
+    assert rows.bounds(Box(-1, 1, shape=(3, 4))).forward < math.inf
 
 
 def test_tables_name_the_first_block_beyond_precision():

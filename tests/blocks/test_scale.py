@@ -76,8 +76,10 @@ def test_bad_scales():
         scale_from("relu")
     with pytest.raises(InputError, match="0 <= low < high"):
         SigmoidScale(2.0, 1.0)
-    with pytest.raises(InputError, match="floored"):
+    with pytest.raises(InputError, match="floored at -1"):
         EXP.floored(-1)
+    with pytest.raises(InputError, match=r"floored at -0.5"):
+        ExpScale(-0.5)
     with pytest.raises(InputError, match="clamp"):
         TanhExpScale(0.0)
     with pytest.raises(InputError, match="does not fit ExpScale"):

@@ -8,7 +8,7 @@ from torch import nn
 
 from bilip.bounds import Box
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
-from bilip.nets import MLP, ConvNet, Declared, GainConv2d, enclose, log_lipschitz
+from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldLinear, enclose, log_cap, log_lipschitz
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,6 +71,34 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Louder(MLP):
+    def forward(self, x, context=None):
+        return 100 * super().forward(x, context)
+
+
+class Pretender(nn.Module):
+    """Not one of ours, though it has layers and they are held."""
+
+    coefficient = 0.1
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(HeldLinear(2, 2, coefficient=0.9))
+
+    def forward(self, x):
+        return -10 * self.layers(x)
+
+
+class Sliced(nn.Flatten):
+    def forward(self, x):
+        return 10 * x
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, output: 100 * output)
+    return layer
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -78,12 +106,23 @@ class Doubled(nn.Linear):
         lambda: Doubled(2, 2),
         lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
         lambda: nn.GRUCell(2, 2),
+        lambda: Louder(2, 2, lipschitz=0.5),
+        lambda: Pretender(),
+        lambda: hooked(HeldLinear(2, 2, coefficient=0.5)),
+        lambda: hooked(MLP(2, 2, lipschitz=0.5)),
+        lambda: hooked(nn.Tanh()),
+        lambda: hooked(Declared(nn.Tanh(), lipschitz=1.0)),
+        lambda: nn.Sequential(Sliced(), nn.Linear(2, 2)),
+        lambda: nn.Sequential(nn.Flatten(2), nn.Linear(2, 2)),
+        lambda: nn.Softplus(threshold=0.1),
+        lambda: nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
     ],
-    ids=["layer norm", "own forward", "hooks", "cell"],
 )
 def test_what_cannot_be_read_is_refused(make):
+    net = make()
     with pytest.raises(UnknownLipschitz, match=r"declare it: bilip.nets.Declared\(net, lipschitz=...\)"):
-        log_lipschitz(make())
+        log_lipschitz(net)
+    assert log_cap(net) is None  # and no shortcut trusts it either
 
 
 def test_parametrized_layers_are_read_in_eval_mode_only():

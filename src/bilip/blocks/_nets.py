@@ -7,6 +7,7 @@ import inspect
 from torch import Tensor, nn
 
 from bilip.errors import InputError
+from bilip.nets.layers import Declared, LayeredNet
 
 __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_context"]
 
@@ -19,7 +20,11 @@ def require_module(owner: str, name: str, net: object) -> nn.Module:
 
 
 def takes_context(net: nn.Module) -> bool:
-    """Whether `net.forward` has room for a second argument."""
+    """Whether `net.forward` has room for a second argument; of a net in a wrapper that the wrapped net does."""
+    if isinstance(net, Declared):
+        return takes_context(net.net)
+    if isinstance(net, LayeredNet):
+        return bool(net.context)
     try:
         parameters = list(inspect.signature(net.forward).parameters.values())
     except (TypeError, ValueError):

@@ -169,7 +169,7 @@ class AffineCoupling(Bijection):
         wanted = wanted - 1 if wanted > 0 else len(part.shape) + wanted
         if axis % len(part.shape) != wanted:
             return None, None
-        half = _last_rows(self.t) // 2
+        half = certify.output_rows(self.t) // 2
         return slice(0, half), slice(half, 2 * half)
 
     def _enclose_nets(self, part: Box, context: Box | None) -> tuple[Box, Box]:
@@ -224,8 +224,3 @@ def _log_grip(size: Tensor, log_slope: Tensor) -> float:
 def _log_max(logs: Tensor) -> float:
     top = float(logs.max())
     return math.inf if math.isnan(top) else top
-
-
-def _last_rows(net: nn.Module) -> int:
-    last = certify.affine_layer(certify.flatten(getattr(net, "layers", net))[-1])  # type: ignore[arg-type]
-    return 0 if last is None else last.weight.shape[0]

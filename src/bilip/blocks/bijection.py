@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +26,7 @@ class Bijection(nn.Module):
     Attributes:
         shape: Shape of one input sample, where it is known.
         volume_preserving: `True` if the log-determinant is always zero, which lets a chain skip it.
+        rearranges: `True` if the map only moves entries around.
 
     Example:
         >>> import math
@@ -51,22 +51,23 @@ class Bijection(nn.Module):
 
     shape: tuple[int, ...] | None = None
     volume_preserving: bool = False
+    rearranges: bool = False
 
     # ---- the maps
 
-    @abstractmethod
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """z = F(x)."""
+        raise BilipError(f"{type(self).__name__} defines no forward.")
 
-    @abstractmethod
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """x = F^-1(z)."""
+        raise BilipError(f"{type(self).__name__} defines no inverse.")
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
         if self.volume_preserving:
             return self(x, context), x.new_zeros(x.shape[:1])
-        raise InputError(f"{type(self).__name__} defines no forward_and_log_det.")
+        raise BilipError(f"{type(self).__name__} defines no forward_and_log_det.")
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
@@ -139,24 +140,25 @@ class Bijection(nn.Module):
         log_forward = self.log_lip(reach.box, context, formula)
         after = reach.through(lambda box: self.interval(box, context), log_forward)
         log_inverse = self.log_lip_inverse(after.box, context, formula)
-        return self._step(reach, after, log_forward, log_inverse, name)
+        return self._step(reach, after, log_forward, log_inverse, name, after.box)
 
     def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
         """`advance` for the inverse map: bound F^-1 on the set of latents, enclose its preimage, bound F there."""
         log_forward = self.log_lip_inverse(reach.box, context, formula)
         after = reach.through(lambda box: self.interval_inverse(box, context), log_forward)
         log_inverse = self.log_lip(after.box, context, formula)
-        return self._step(reach, after, log_forward, log_inverse, name)
+        return self._step(reach, after, log_forward, log_inverse, name, reach.box)
 
-    def _step(self, before: Reach, after: Reach, log_forward: float, log_inverse: float, name: str) -> Step:
+    def _step(self, before: Reach, after: Reach, log_forward: float, log_inverse: float, name: str, output: Box) -> Step:
         if max(log_forward, log_inverse) == float("inf") and not before.asked_bounded:
             where = f"block {name} ({type(self).__name__})" if name else type(self).__name__
+            box = "bilip.Box(-4, 4)" if before.box.shape else "bilip.Box(-4, 4, shape=(2,)), with the shape of one sample,"
             raise NoGlobalBound(
                 f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
-                "Pass a box, for example bounds(bilip.Box(-4, 4)), for a constant that holds there; or use additive coupling, "
-                "which has a global one."
+                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant that holds there; "
+                "or use additive coupling, which has a global one."
             )
-        row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, after.box.magnitude)
+        row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, output.magnitude)
         return Step(log_forward, log_inverse, after, (row,))
 
     def natural_domain(self) -> Box:

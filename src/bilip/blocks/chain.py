@@ -46,8 +46,7 @@ class Chain(Bijection):
         for k, block in enumerate(blocks):
             if not isinstance(block, Bijection):
                 raise InputError(
-                    f"Chain: block {k} is a {type(block).__name__}, not a Bijection. Wrap it with bilip.as_bijection, or unpack a "
-                    "list with Chain(*blocks)."
+                    f"Chain: block {k} is a {type(block).__name__}, not a Bijection. Unpack a list with Chain(*blocks)."
                 )
         self.blocks = nn.ModuleList(blocks)
         if shape is not None:
@@ -115,7 +114,11 @@ class Chain(Bijection):
         return tuple(shape)
 
     def natural_domain(self) -> Box:
-        return self[0].natural_domain() if len(self) else Box.everything()
+        for block in self:
+            domain = block.natural_domain()
+            if domain.is_bounded or not block.rearranges:
+                return domain
+        return Box.everything()
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
         return self._walk(reach, context, formula, name, backward=False)

@@ -123,7 +123,7 @@ class FactorOut(Bijection):
         # The channels that leave keep the maps from being contractions: the row of this block says by how much.
         forward, inverse = max(0.0, step.log_forward), max(0.0, step.log_inverse)
         row = BlockBound(
-            name or "0", "FactorOut", forward - step.log_forward, inverse - step.log_inverse, image.magnitude
+            name or "0", "FactorOut", max(0.0, -step.log_forward), max(0.0, -step.log_inverse), image.magnitude
         )
         return Step(forward, inverse, fresh, (*step.blocks, row))
 

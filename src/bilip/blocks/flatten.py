@@ -27,6 +27,7 @@ class Flatten(Bijection):
     """
 
     volume_preserving = True
+    rearranges = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()

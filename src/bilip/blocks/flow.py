@@ -33,7 +33,7 @@ class Flow(nn.Module):
     def __init__(self, bijection: Bijection, base: str | Distribution = "normal", *, shape: Sequence[int] | None = None) -> None:
         super().__init__()
         if not isinstance(bijection, Bijection):
-            raise InputError(f"Flow: expected a Bijection, got {type(bijection).__name__}. Other models go through bilip.as_bijection.")
+            raise InputError(f"Flow: expected a Bijection, got {type(bijection).__name__}.")
         if not (base == "normal" or isinstance(base, Distribution)):
             raise InputError(f"Flow(base={base!r}): expected 'normal' or a torch.distributions.Distribution over latents.")
         self.bijection, self.base = bijection, base

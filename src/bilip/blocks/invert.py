@@ -55,6 +55,9 @@ class Invert(Bijection):
     def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.bijection.out_shape(shape)
 
+    def natural_domain(self) -> Box:
+        return self.bijection.bijection.natural_domain() if isinstance(self.bijection, Invert) else Box.everything()
+
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
         return self.bijection.retreat(reach, context, formula, name)
 

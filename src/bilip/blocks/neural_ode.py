@@ -184,8 +184,7 @@ class NeuralODE(Bijection):
             return None
         clock = Box(0.0, self.time, shape=(1,))
         if context is None:
-            features = getattr(self.f, "context_features", 1)
-            return clock if features == 1 else None
+            return clock if getattr(self.f, "context", 1) == 1 else None
         return Box(torch.cat((clock.low, context.low)), torch.cat((clock.high, context.high)))
 
     def extra_repr(self) -> str:

@@ -2,14 +2,13 @@ r"""How a coupling block divides its input into the part $x_{I_1}$ that conditio
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bilip.bounds import Box
-from bilip.errors import PartitionError
+from bilip.errors import BilipError, PartitionError
 
 __all__ = ["Checkerboard", "Indices", "Partition", "Split", "Streams"]
 
@@ -23,13 +22,13 @@ class Partition(nn.Module):
 
     feature_dim: int = 1
 
-    @abstractmethod
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the nets see, and what is transformed."""
+        raise BilipError(f"{type(self).__name__} defines no split.")
 
-    @abstractmethod
     def merge(self, x1: Tensor, x2: Tensor) -> Tensor:
         """The inverse of `split`."""
+        raise BilipError(f"{type(self).__name__} defines no merge.")
 
     def outputs(self, h: Tensor) -> Tensor:
         """The entries of a net's output that belong to the transformed part."""

@@ -27,6 +27,7 @@ class Permutation(Bijection):
     """
 
     volume_preserving = True
+    rearranges = True
     order: Tensor
     undo: Tensor
 

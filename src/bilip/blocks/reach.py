@@ -37,7 +37,7 @@ class Reach:
     def through(self, interval: Callable[[Box], Box], log_lip: float) -> Reach:
         """The reach after a map with this interval extension and this Lipschitz constant on the present box."""
         if not self.box.shape:
-            return Reach(Box.everything(), None, math.inf, self.asked_bounded)
+            return Reach(Box.everything(), None, math.inf, False)  # without a shape nothing is enclosed
         image = interval(self.box)
         if self.center is None:
             return self.restarted(image)

@@ -24,6 +24,12 @@ __all__ = ["EXP", "HALF_SIGMOID", "SIGMOID", "ExpScale", "Scale", "SigmoidScale"
 UP = 1 + 1e-13
 
 
+def _check_eps(eps: float) -> float:
+    if not 0 <= eps < math.inf:
+        raise InputError(f"a scale floored at {eps} is not positive: expected a number >= 0.")
+    return float(eps)
+
+
 class Suprema(NamedTuple):
     """Entry by entry: logs of the suprema of g, |g'|, 1/g and |(1/g)'| on an interval, rounded up."""
 
@@ -141,6 +147,9 @@ class ExpScale(Scale):
 
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_eps(self.floor)
+
     def __call__(self, s: Tensor) -> Tensor:
         return s.exp() + self.floor if self.floor else s.exp()
 
@@ -178,6 +187,7 @@ class TanhExpScale(Scale):
     def __post_init__(self) -> None:
         if not 0 < self.clamp < 700:
             raise InputError(f"TanhExpScale(clamp={self.clamp}): expected a number between 0 and 700.")
+        _check_eps(self.floor)
 
     def __call__(self, s: Tensor) -> Tensor:
         value = (self.clamp * torch.tanh(s)).exp()
@@ -240,9 +250,3 @@ def scale_from(value: Scale | str | dict) -> Scale:
         except TypeError as error:
             raise InputError(f"scale={value!r} does not fit {value['kind']} ({error}).") from error
     raise InputError(f"scale={value!r} is not known. Pass a Scale or one of: {', '.join(_NAMED)}.")
-
-
-def _check_eps(eps: float) -> float:
-    if not 0 <= eps < math.inf:
-        raise InputError(f"floored(eps={eps}): expected a number >= 0.")
-    return float(eps)

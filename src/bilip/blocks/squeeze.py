@@ -27,6 +27,7 @@ class Squeeze(Bijection):
     """
 
     volume_preserving = True
+    rearranges = True
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()

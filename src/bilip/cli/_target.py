@@ -22,7 +22,12 @@ def load_bijection(target: str) -> Bijection:
 
     model = load(target) if Path(target).is_dir() else _import(target)
     if callable(model) and not isinstance(model, (Bijection, Flow, Classifier)):
-        model = model()
+        try:
+            model = model()
+        except BilipError:
+            raise
+        except Exception as error:
+            raise InputError(f"{target} raised {type(error).__name__}: {error}") from error
     if isinstance(model, Flow):
         model = model.bijection
     if isinstance(model, Classifier):
@@ -38,12 +43,13 @@ def _import(target: str) -> object:
         raise InputError(f"{target!r} is neither a folder nor of the form package.module:function.")
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except BilipError:
         raise
-    except AttributeError as error:
-        raise InputError(f"the module {module!r} has no {name!r}.") from error
-    except ImportError as error:
+    except Exception as error:
         raise InputError(f"the module {module!r} cannot be imported ({error}). Run bilip where python finds it.") from error
     finally:
         sys.path.remove("")
+    if not hasattr(found, name):
+        raise InputError(f"the module {module!r} has no {name!r}.")
+    return getattr(found, name)

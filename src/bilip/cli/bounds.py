@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bilip.errors import InputError
+
 __all__ = ["bounds"]
 
 
@@ -63,8 +65,11 @@ def write_json(bound, target: str, path: Path) -> None:
         ],
     }
     aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    aside.replace(path)
+    try:
+        aside.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        aside.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}).") from error
 
 
 def _json(value: float) -> float | str:

@@ -1,8 +1,9 @@
 """The free functions t, s and g inside blocks, and what can be proved about them."""
 
 from bilip.nets import activations
-from bilip.nets.certify import Declared, enclose, log_lipschitz
-from bilip.nets.conv import ConvNet, GainConv2d
+from bilip.nets.certify import enclose, log_cap, log_lipschitz, point_image
+from bilip.nets.conv import ConvNet
+from bilip.nets.layers import Declared, GainConv2d
 from bilip.nets.mlp import MLP
 from bilip.nets.norms import conv_norm, gram_norm, matrix_norm, power_lower_bound
 from bilip.nets.spectral import HeldConv2d, HeldLinear
@@ -18,7 +19,9 @@ __all__ = [
     "conv_norm",
     "enclose",
     "gram_norm",
+    "log_cap",
     "log_lipschitz",
     "matrix_norm",
+    "point_image",
     "power_lower_bound",
 ]

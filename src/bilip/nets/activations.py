@@ -22,9 +22,9 @@ __all__ = ["Facts", "ScaledSwish", "facts", "make"]
 # at x = -1.27846454...: both rounded outward in the last digit.
 SWISH_LIPSCHITZ = 1.0998394
 SWISH_ARGMIN, SWISH_MIN = -1.2784645427610738, -0.27846454276107385
-# sup of d/dx [x Phi(x)] is Phi(sqrt 2) + sqrt 2 phi(sqrt 2) = 1.12890415...; minimum -0.16997120... at -0.75179144....
+# sup of d/dx [x Phi(x)] is Phi(sqrt 2) + sqrt 2 phi(sqrt 2) = 1.12890415...; minimum -0.16997120... at -0.75179152....
 GELU_LIPSCHITZ = 1.1289042
-GELU_ARGMIN, GELU_MIN = -0.7517915241011188, -0.16997120747990369
+GELU_ARGMIN, GELU_MIN = -0.7517915246935645, -0.16997120747990370
 
 
 class ScaledSwish(nn.Module):
@@ -79,7 +79,9 @@ def _valley(function: Callable[[Tensor], Tensor], argmin: float, minimum: float)
 INF = math.inf
 
 
-def _softplus(module: nn.Softplus) -> Facts:
+def _softplus(module: nn.Softplus) -> Facts | None:
+    if not (module.threshold >= 15 and module.beta > 0):
+        return None  # torch switches to the identity at the threshold: a low one makes a jump that is no rounding
     jump = math.exp(-module.threshold) / module.beta  # torch drops this much above the threshold
 
     def interval(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ Power iteration approaches a norm from below; here it is only ever called a lowe
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -203,9 +204,9 @@ def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100,
         >>> round(power_lower_bound(layer, (2,)), 6)
         3.0
     """
-    weight = next(module.parameters())
+    module = copy.deepcopy(module).double().cpu()
     generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(1, *shape, generator=generator, dtype=torch.float64).to(weight)
+    v = torch.randn(1, *shape, generator=generator, dtype=torch.float64)
     zero = torch.zeros_like(v)
     best = 0.0
     for _ in range(steps):
