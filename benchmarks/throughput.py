@@ -2,7 +2,7 @@
 
 Every model is the trunk of the paper's CIFAR-10 classifier: 3 levels of [squeeze, blocks x (ActNorm, 1x1 mixing of the
 channels, affine coupling of one half)] on 3x32x32 images, nothing factored out, with the net conv3x3 - ReLU - conv1x1 -
-ReLU - conv3x3 in each coupling. What is not the same is said with each model and stored beside its numbers. Each
+ReLU - conv3x3 in each coupling, the same module wherever a library takes one. What is not the same is said with each model and stored beside its numbers. Each
 repetition runs every library once, in rotating order, so that a slow moment of the machine falls on all of them.
 
     python benchmarks/throughput.py --batch 32 --threads 1 --out results/throughput/cpu.json
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip.models import glow
+from bilip.nets import ConvNet
 
 SHAPE, LEVELS = (3, 32, 32), 3
 CHANNELS = [SHAPE[0] * 4 ** (level + 1) for level in range(LEVELS)]
@@ -42,37 +43,30 @@ class Contestant:
     differs: str
 
 
-class Net(nn.Sequential):
-    """The net of a coupling, for FrEIA and nflows; the latter passes a context."""
-
-    def __init__(self, inputs: int, outputs: int, hidden: int) -> None:
-        first, last = nn.Conv2d(inputs, hidden, 3, padding=1), nn.Conv2d(hidden, outputs, 3, padding=1)
-        super().__init__(first, nn.ReLU(), nn.Conv2d(hidden, hidden, 1), nn.ReLU(), last)
-        nn.init.zeros_(last.weight)  # as in bilip and normflows
-
-    def forward(self, input: Tensor, context: Tensor | None = None) -> Tensor:
-        return super().forward(input)
-
-
 def build_bilip(blocks: int, hidden: int, device: str) -> Contestant:
     model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity")
-    differs = "mixing by a learned full matrix, inverted in float64; a learned gain on the last layer of each net"
+    differs = "mixing by a learned full matrix, inverted in float64"
     return Contestant(model, model.forward_and_log_det, model.inverse_and_log_det, differs)
+
+
+def build_bilip_shuffle(blocks: int, hidden: int, device: str) -> Contestant:
+    model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity", mixing="shuffle")
+    return Contestant(model, model.forward_and_log_det, model.inverse_and_log_det, "mixing by a fixed random permutation")
 
 
 def build_freia(blocks: int, hidden: int, device: str) -> Contestant:
     from FrEIA.framework import SequenceINN
-    from FrEIA.modules import ActNorm, AffineCouplingOneSided, Fixed1x1Conv, IRevNetDownsampling
+    from FrEIA.modules import ActNorm, AffineCouplingOneSided, IRevNetDownsampling, PermuteRandom
 
     model = SequenceINN(*SHAPE)
-    for channels in CHANNELS:
+    for _ in CHANNELS:
         model.append(IRevNetDownsampling)
         for _ in range(blocks):
             model.append(ActNorm)
             model[-1].init_on_next_batch = False  # pyright: ignore
-            model.append(Fixed1x1Conv, M=torch.linalg.qr(torch.randn(channels, channels))[0])
-            model.append(AffineCouplingOneSided, subnet_constructor=lambda a, b: Net(a, b, hidden))
-    differs = "less work: mixing by a fixed matrix, with no gradient, determinant or solve; scale exp(1.27 atan s)"
+            model.append(PermuteRandom)
+            model.append(AffineCouplingOneSided, subnet_constructor=lambda a, b: ConvNet(a, b, hidden=hidden))
+    differs = "mixing by a fixed random permutation (it has no learned 1x1 convolution); scale exp(1.27 atan s)"
     return Contestant(model, model, lambda z: model(z, rev=True), differs)
 
 
@@ -87,7 +81,7 @@ def build_nflows(blocks: int, hidden: int, device: str) -> Contestant:
             chain.append(transforms.ActNorm(channels))
             chain[-1].register_buffer("initialized", torch.tensor(True))
             chain.append(transforms.OneByOneConvolution(channels, using_cache=device == "cpu"))
-            chain.append(transforms.AffineCouplingTransform(mask, lambda a, b: Net(a, b, hidden)))
+            chain.append(transforms.AffineCouplingTransform(mask, lambda a, b: ConvNet(a, b, hidden=hidden)))
     model = transforms.CompositeTransform(chain)
     differs = "mixing by a learned PLU matrix with a bias; evaluation on the CPU from its cache, which fails on CUDA"
     return Contestant(model, model, model.inverse, differs)
@@ -104,11 +98,19 @@ def build_normflows(blocks: int, hidden: int, device: str) -> Contestant:
     for module in model.modules():
         if isinstance(module, normflows.flows.ActNorm):
             module.data_dep_init_done.fill_(1.0)
-    differs = "mixing by a learned full matrix, inverted in float64 on every pass; leaky ReLU of slope 0"
+    differs = "mixing by a learned full matrix, inverted in float64 on every pass; its own net: leaky ReLU of slope 0, no gain"
     return Contestant(model, model.inverse_and_log_det, model.forward_and_log_det, differs)
 
 
-BUILDERS = {"bilip": build_bilip, "FrEIA": build_freia, "nflows": build_nflows, "normflows": build_normflows}
+BUILDERS = {
+    "bilip": build_bilip,
+    "nflows": build_nflows,
+    "normflows": build_normflows,
+    "bilip, shuffle": build_bilip_shuffle,
+    "FrEIA, shuffle": build_freia,
+}
+# Like is compared with like: FrEIA has no learned 1x1 convolution.
+REFERENCE = {"FrEIA, shuffle": "bilip, shuffle", "bilip, shuffle": "bilip, shuffle"}
 
 
 def build(blocks: int, hidden: int, device: str, seed: int) -> dict[str, Contestant]:
@@ -146,7 +148,7 @@ def describe(name: str, contestant: Contestant, x: Tensor) -> dict[str, Any]:
 def work_of(contestant: Contestant, task: str, x: Tensor) -> Callable[[], object]:
     model = contestant.model.train(task == "train")
     if task == "train":
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -181,12 +183,13 @@ def measure(contestants: dict[str, Contestant], task: str, x: Tensor, args: argp
             ms = timed(works[name], args.device)
             if turn >= 0:
                 times[name].append(ms)
-    ours = times["bilip"]
+    ours = {name: times[REFERENCE.get(name, "bilip")] for name in times}
     return {
         name: {
             "median_ms": statistics.median(theirs),
-            "ratio_of_medians": statistics.median(ours) / statistics.median(theirs),
-            "median_of_ratios": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+            "compared_with": REFERENCE.get(name, "bilip"),
+            "ratio_of_medians": statistics.median(ours[name]) / statistics.median(theirs),
+            "median_of_ratios": statistics.median(a / b for a, b in zip(ours[name], theirs, strict=True)),
             "times_ms": [round(ms, 3) for ms in theirs],
         }
         for name, theirs in times.items()
@@ -206,12 +209,12 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"batch {report['settings']['batch']} on {report['environment']['device']}: median ms (bilip's time over it)")
-    print(f"{'':10}{'parameters':>12}{'round trip':>12}" + "".join(f"{task:>20}" for task in TASKS))
+    print(f"batch {report['settings']['batch']} on {report['environment']['device']}: median ms (time of bilip with the same mixing over it)")
+    print(f"{'':16}{'parameters':>12}{'round trip':>12}" + "".join(f"{task:>20}" for task in TASKS))
     for name, facts in report["models"].items():
         cells = [report["results"][task][name] for task in TASKS]
         row = "".join(f"{cell['median_ms']:12.2f} ({cell['median_of_ratios']:.3f})" for cell in cells)
-        print(f"{name:10}{facts['parameters']:12,}{facts['round_trip_error']:12.1e}{row}")
+        print(f"{name:16}{facts['parameters']:12,}{facts['round_trip_error']:12.1e}{row}")
 
 
 def main() -> None:
@@ -229,11 +232,12 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.filterwarnings("ignore", "torch.triangular_solve is deprecated")  # nflows
 
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "rivals")}
     contestants = build(args.blocks, args.hidden, args.device, args.seed)
     x = torch.randn(args.batch, *SHAPE, generator=torch.Generator().manual_seed(args.seed)).to(args.device)
     report = {
-        "command": " ".join(["benchmarks/throughput.py", *sys.argv[1:]]),
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "rivals")},
+        "command": "python benchmarks/throughput.py " + " ".join(f"--{name} {value}" for name, value in settings.items()),
+        "settings": settings,
         "environment": environment(args.device),
         "models": {name: describe(name, contestant, x) for name, contestant in contestants.items()},
         "results": {task: measure(contestants, task, x, args) for task in TASKS},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from torch import Tensor, nn
 
 from bilip.errors import InputError
+from bilip.nets.cache import is_plain
+from bilip.nets.conv import ConvNet
 from bilip.nets.layers import Declared, LayeredNet
 
 __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_context"]
@@ -34,7 +37,18 @@ def takes_context(net: nn.Module) -> bool:
 
 def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) -> Tensor:
     """Call a net with its context, where it takes one and there is one."""
-    return net(x, context) if with_context and context is not None else net(x)
+    turn = isinstance(net, ConvNet) and _faster_channels_last(x)
+    if turn:
+        x = x.contiguous(memory_format=torch.channels_last)
+    value = net(x, context) if with_context and context is not None else net(x)
+    return value.contiguous() if turn else value
+
+
+def _faster_channels_last(x: Tensor) -> bool:
+    """Whether to convolve with the channels innermost: faster on the CPU, but for small batches of small images."""
+    if x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or not is_plain(x):
+        return False
+    return x.shape[0] * x.shape[2] * x.shape[3] >= 2048 and not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def first_parameter(net: nn.Module) -> Tensor | None:

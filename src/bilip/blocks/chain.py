@@ -195,8 +195,10 @@ class _Pass:
 
     def through(self, x: Tensor, context: Tensor | None) -> Tensor:
         """The image of `x`."""
-        chain = self.chain
-        chain._check_shape(x, chain.latent_shape if self.inverse else chain.shape, "latent" if self.inverse else "input")
+        if self.inverse:
+            self.chain._check_shape(x, self.chain.latent_shape, "latent")
+        else:
+            self.chain._check_shape(x, self.chain.shape, "input")
         places = range(len(self.blocks))
         for k in reversed(places) if self.inverse else places:
             x = self._step(k, self.blocks[k], x, context)
@@ -226,8 +228,9 @@ class _Pass:
 
 def _only_scales(block: Bijection, channels: int) -> bool:
     """Whether a block is an ActNorm whose scale can go into the matrix after it."""
-    same = type(block) is ActNorm and block.features == channels and block.dim == 1
-    return same and block._ready and not _hooked(block)
+    if type(block) is not ActNorm or block.features != channels or block.dim != 1:
+        return False
+    return block._ready and not _hooked(block)
 
 
 def _hooked(block: nn.Module) -> bool:

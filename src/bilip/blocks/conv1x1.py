@@ -151,7 +151,7 @@ def invert(weight: Tensor) -> Tensor:
 
 
 def log_abs_det(weight: Tensor) -> Tensor:
-    """log |det W|, of a matrix or of each of a stack."""
+    """The log of |det W|, of a matrix or of each of a stack."""
     return torch.linalg.slogdet(weight)[1]
 
 
