@@ -1,6 +1,7 @@
 """How do the proven bound on Lip(F^-1), the largest gain found, and the float32 reconstruction error grow with depth?
 
-Coupling networks on R^4 with weights at twice torch's initialisation, on the box [-4, 4]^4. Writes JSON and draws the figure from it.
+Coupling networks on R^4 with weights at twice torch's initialisation, on the box [-4, 4]^4. Writes JSON and draws the
+figure from it.
 
     python benchmarks/depth.py
 """
@@ -70,9 +71,19 @@ def draw(document: dict, path: Path) -> None:
         right.plot([row["depth"] for row in lost], [row["largest_error"] for row in lost], "x", ms=8, color=colour)
     left.axhline(math.log10(2**23), color="grey", lw=0.8, ls="--")
     left.text(32, math.log10(2**23), "1/eps of float32", ha="right", va="bottom", color="grey", fontsize=8)
-    left.set(xlabel="coupling blocks", ylabel="log10 Lip(F⁻¹)", ylim=(-1, 31), title="proven bound (line), largest gain found (dot)")
+    left.set(
+        xlabel="coupling blocks",
+        ylabel="log10 Lip(F⁻¹)",
+        ylim=(-1, 31),
+        title="proven bound (line), largest gain found (dot)",
+    )
     figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4)
-    right.set(yscale="log", xlabel="coupling blocks", ylabel="|x − F⁻¹(F(x))|", title=f"largest float32 error, {document['points']} points (×: some not finite)")
+    right.set(
+        yscale="log",
+        xlabel="coupling blocks",
+        ylabel="|x − F⁻¹(F(x))|",
+        title=f"largest float32 error, {document['points']} points (×: some not finite)",
+    )
     for axis in (left, right):
         axis.title.set_fontsize(10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +113,10 @@ def main() -> None:
     draw(json.loads(args.out.read_text()), args.figure)
     for kind, rows in curves.items():
         last = rows[-1]
-        print(f"{kind:28} depth {last['depth']}: bound 10^{last['log10_bound']:.4g}, gain 10^{last['log10_gain']:.3g}, error {last['largest_error']}")
+        print(
+            f"{kind:28} depth {last['depth']}: bound 10^{last['log10_bound']:.4g}, gain "
+            f"10^{last['log10_gain']:.3g}, error {last['largest_error']}"
+        )
 
 
 if __name__ == "__main__":

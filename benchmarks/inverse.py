@@ -1,7 +1,9 @@
 """What does a stated error cost? bilip's inverse of residual blocks against the stopping rule of other libraries.
 
-The rule of residual-flows and normflows iterates plainly until every entry of the batch has (x - x_prev)^2 / (1e-5 + 1e-5 |y|) < 1, a step
-of about 3e-3, and returns no error. bilip solves each sample to a tolerance with a proven bound. Both run on the same blocks, in the
+The rule of residual-flows and normflows iterates plainly until every entry of the batch has (x - x_prev)^2 / (1e-5 +
+1e-5 |y|) < 1, a step
+of about 3e-3, and returns no error. bilip solves each sample to a tolerance with a proven bound. Both run on the same
+blocks, in the
 same process, in turns; errors are distances from a float64 solution.
 
     python benchmarks/inverse.py
@@ -85,7 +87,9 @@ def measure(make, repeats: int, seed: int) -> dict:
     torch.manual_seed(seed)
     block, y = make()
     block.eval()
-    exact = Residual(Declared(double_twin(block.g), lipschitz=block.contraction()), max_evaluations=20_000).solve(y.double(), tolerance=1e-12)
+    exact = Residual(Declared(double_twin(block.g), lipschitz=block.contraction()), max_evaluations=20_000).solve(
+        y.double(), tolerance=1e-12
+    )
     ways = {
         "rule of others": lambda: rule_of_others(block, y),
         "bilip 1e-3": lambda: block.solve(y, tolerance=1e-3),
@@ -108,7 +112,9 @@ def measure(make, repeats: int, seed: int) -> dict:
             "evaluations": count,
             "largest_error": float(error.max()),
             "largest_stated_error": None if isinstance(result, tuple) else float(result.error_bound.max()),
-            "time_over_rule_of_others": round(statistics.median(a / b for a, b in zip(times[name], times["rule of others"], strict=True)), 3),
+            "time_over_rule_of_others": round(
+                statistics.median(a / b for a, b in zip(times[name], times["rule of others"], strict=True)), 3
+            ),
         }
     return rows
 
@@ -121,11 +127,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/inverse/cpu.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    cases = {name: measure(make, args.repeats, args.seed) for name, make in track(CASES.items(), description="inverting")}
+    cases = {
+        name: measure(make, args.repeats, args.seed) for name, make in track(CASES.items(), description="inverting")
+    }
     document = {
         "question": "error and cost of the inverse of residual blocks, float32",
         "command": f"python benchmarks/inverse.py --repeats {args.repeats} --seed {args.seed} --threads {args.threads}",
-        "environment": {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu", "threads": args.threads},
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": "cpu",
+            "threads": args.threads,
+        },
         "cases": cases,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +147,9 @@ def main() -> None:
     for case, rows in cases.items():
         for name, row in rows.items():
             stated = "none" if row["largest_stated_error"] is None else f"{row['largest_stated_error']:.1e}"
-            print(f"{case:30}{name:28}{row['evaluations']:>12.1f}{row['largest_error']:>15.1e}{stated:>10}{row['time_over_rule_of_others']:>13.2f}")
+            print(
+                f"{case:30}{name:28}{row['evaluations']:>12.1f}{row['largest_error']:>15.1e}{stated:>10}{row['time_over_rule_of_others']:>13.2f}"
+            )
     print(f"wrote {args.out}")
 
 

@@ -2,7 +2,8 @@
 
 Every model is the trunk of the paper's CIFAR-10 classifier: 3 levels of [squeeze, blocks x (ActNorm, 1x1 mixing of the
 channels, affine coupling of one half)] on 3x32x32 images, nothing factored out, with the net conv3x3 - ReLU - conv1x1 -
-ReLU - conv3x3 in each coupling, the same module wherever a library takes one. What is not the same is said with each model and stored beside its numbers. Each
+ReLU - conv3x3 in each coupling, the same module wherever a library takes one. What is not the same is said with each
+model and stored beside its numbers. Each
 repetition runs every library once, in rotating order, so that a slow moment of the machine falls on all of them.
 
     python benchmarks/throughput.py --batch 32 --threads 1 --out results/throughput/cpu.json
@@ -51,7 +52,9 @@ def build_bilip(blocks: int, hidden: int, device: str) -> Contestant:
 
 def build_bilip_shuffle(blocks: int, hidden: int, device: str) -> Contestant:
     model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity", mixing="shuffle")
-    return Contestant(model, model.forward_and_log_det, model.inverse_and_log_det, "mixing by a fixed random permutation")
+    return Contestant(
+        model, model.forward_and_log_det, model.inverse_and_log_det, "mixing by a fixed random permutation"
+    )
 
 
 def build_freia(blocks: int, hidden: int, device: str) -> Contestant:
@@ -209,7 +212,10 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"batch {report['settings']['batch']} on {report['environment']['device']}: median ms (time of bilip with the same mixing over it)")
+    print(
+        f"batch {report['settings']['batch']} on {report['environment']['device']}: median ms (time of bilip "
+        "with the same mixing over it)"
+    )
     print(f"{'':16}{'parameters':>12}{'round trip':>12}" + "".join(f"{task:>20}" for task in TASKS))
     for name, facts in report["models"].items():
         cells = [report["results"][task][name] for task in TASKS]
@@ -236,7 +242,8 @@ def main() -> None:
     contestants = build(args.blocks, args.hidden, args.device, args.seed)
     x = torch.randn(args.batch, *SHAPE, generator=torch.Generator().manual_seed(args.seed)).to(args.device)
     report = {
-        "command": "python benchmarks/throughput.py " + " ".join(f"--{name} {value}" for name, value in settings.items()),
+        "command": "python benchmarks/throughput.py "
+        + " ".join(f"--{name} {value}" for name, value in settings.items()),
         "settings": settings,
         "environment": environment(args.device),
         "models": {name: describe(name, contestant, x) for name, contestant in contestants.items()},

@@ -1,7 +1,9 @@
 """How far above the best gain found do the proven bounds lie, and does any gain exceed one?
 
-Every block and network of `tests/catalogue.py`, with its weights as initialised (x1) and tripled (x3), over several seeds: bounds
-in both formulas, on a box and (where one exists) everywhere, against random pairs and gradient ascent on float64 Jacobian gains.
+Every block and network of `tests/catalogue.py`, with its weights as initialised (x1) and tripled (x3), over several
+seeds: bounds
+in both formulas, on a box and (where one exists) everywhere, against random pairs and gradient ascent on float64
+Jacobian gains.
 Writes JSON; a gain more than 1e-9 above a bound ends the run with exit code 1.
 
     python benchmarks/tightness.py --seeds 2 --steps 15 --out results/soundness/quick.json
@@ -23,17 +25,21 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from catalogue import CATALOGUE, Entry
-
 from bilip import Box
 from bilip.blocks import ActNorm, Bijection, DiagonalScaling, InvertibleConv1x1
 from bilip.errors import NoGlobalBound
 from bilip.testing import search_gains
+from catalogue import CATALOGUE, Entry
 
 
 def scaled(block: Bijection, factor: float) -> Bijection:
     """Multiply the weights of the nets inside a block; linear blocks stay as they are."""
-    linear = {id(p) for m in block.modules() if isinstance(m, (ActNorm, DiagonalScaling, InvertibleConv1x1)) for p in m.parameters()}
+    linear = {
+        id(p)
+        for m in block.modules()
+        if isinstance(m, (ActNorm, DiagonalScaling, InvertibleConv1x1))
+        for p in m.parameters()
+    }
     with torch.no_grad():
         for p in block.parameters():
             if id(p) not in linear:
@@ -83,7 +89,10 @@ def summary(rows: list[dict]) -> list[dict]:
             key = (row["block"], row["weights"], row["formula"], row["direction"])
             groups.setdefault(key, []).append(row["log10_bound"] - row["log10_gain"])
     names = ("block", "weights", "formula", "direction")
-    return [{**dict(zip(names, key, strict=True)), "median_log10_ratio": round(statistics.median(v), 4)} for key, v in groups.items()]
+    return [
+        {**dict(zip(names, key, strict=True)), "median_log10_ratio": round(statistics.median(v), 4)}
+        for key, v in groups.items()
+    ]
 
 
 def main() -> int:
@@ -102,7 +111,12 @@ def main() -> int:
     document = {
         "question": "proven bounds against the best gains found",
         "command": f"python benchmarks/tightness.py --seeds {args.seeds} --points {args.points} --steps {args.steps}",
-        "environment": {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu", "dtype": "float64"},
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": "cpu",
+            "dtype": "float64",
+        },
         "seconds": round(time.time() - start),
         "comparisons": len(rows),
         "largest_excess_of_a_gain_over_a_bound": worst,
@@ -112,10 +126,15 @@ def main() -> int:
     aside = args.out.with_suffix(".aside")
     aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     aside.replace(args.out)
-    print(f"{'block':24}{'weights':>8}  {'sharp F':>9}{'sharp F^-1':>11}{'paper F':>9}{'paper F^-1':>11}   median log10(bound / gain)")
+    print(
+        f"{'block':24}{'weights':>8}  {'sharp F':>9}{'sharp F^-1':>11}{'paper F':>9}{'paper F^-1':>11}   "
+        "median log10(bound / gain)"
+    )
     table: dict[tuple, dict] = {}
     for row in document["tightness"]:
-        table.setdefault((row["block"], row["weights"]), {})[row["formula"], row["direction"]] = row["median_log10_ratio"]
+        table.setdefault((row["block"], row["weights"]), {})[row["formula"], row["direction"]] = row[
+            "median_log10_ratio"
+        ]
     for (name, weights), cell in table.items():
         cells = [cell.get((f, d), math.nan) for f in ("sharp", "paper") for d in ("forward", "inverse")]
         print(f"{name:24}{weights:>8.0f}  {cells[0]:>9.3f}{cells[1]:>11.3f}{cells[2]:>9.3f}{cells[3]:>11.3f}")

@@ -17,7 +17,8 @@ from bilip.nets import MLP, ConvNet, Declared
 class Entry:
     """A block, one batch shape, and what holds for it.
 
-    `stable`: round trips in float32 stay near its epsilon. `unit`: inputs lie in (0, 1). `context`: shape of one context.
+    `stable`: round trips in float32 stay near its epsilon. `unit`: inputs lie in (0, 1). `context`: shape of one
+    context.
     """
 
     name: str
@@ -68,7 +69,14 @@ def ode(net: nn.Module) -> Bijection:
 
 def residual_images() -> Bijection:
     flow = models.residual_flow(
-        (1, 4, 4), blocks=(1, 1), hidden=3, coefficient=0.6, squeeze_first=True, dense_blocks=1, dense_hidden=4, logit=0.1
+        (1, 4, 4),
+        blocks=(1, 1),
+        hidden=3,
+        coefficient=0.6,
+        squeeze_first=True,
+        dense_blocks=1,
+        dense_hidden=4,
+        logit=0.1,
     )
     return wake(flow, 0.1)
 
@@ -91,7 +99,11 @@ CATALOGUE = [
     Entry("additive", lambda: blocks.AdditiveCoupling(MLP(2, 3, activation="elu")), (5,)),
     Entry("additive held", lambda: blocks.AdditiveCoupling(MLP(2, 2, lipschitz=0.7, activation="softplus")), (4,)),
     Entry("additive declared", lambda: blocks.AdditiveCoupling(Declared(Sine(), lipschitz=1.0)), (4,)),
-    Entry("additive plain net", lambda: blocks.AdditiveCoupling(nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))), (4,)),
+    Entry(
+        "additive plain net",
+        lambda: blocks.AdditiveCoupling(nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))),
+        (4,),
+    ),
     Entry("additive indices", lambda: blocks.AdditiveCoupling(MLP(2, 3), Indices([3, 0], total=5)), (5,)),
     Entry("additive last dim", lambda: blocks.AdditiveCoupling(MLP(2, 2), Split(dim=-1)), (3, 4)),
     Entry("additive context", lambda: blocks.AdditiveCoupling(MLP(2, 2, context=3)), (4,), context=(3,)),
@@ -106,13 +118,25 @@ CATALOGUE = [
     Entry("affine tanh", lambda: affine("tanh_exp"), (4,)),
     Entry("affine floor", lambda: affine(blocks.TanhExpScale(1.0).floored(0.1)), (4,)),
     Entry("affine exp floor", lambda: affine(blocks.EXP.floored(0.05)), (4,)),
-    Entry("affine two nets", lambda: blocks.AffineCoupling(MLP(2, 2), MLP(2, 2, activation="swish"), scale="half_sigmoid"), (4,)),
+    Entry(
+        "affine two nets",
+        lambda: blocks.AffineCoupling(MLP(2, 2), MLP(2, 2, activation="swish"), scale="half_sigmoid"),
+        (4,),
+    ),
     Entry("affine swap", lambda: blocks.AffineCoupling(MLP(3, 4), scale="tanh_exp", partition=Split(swap=True)), (5,)),
-    Entry("affine context", lambda: blocks.AffineCoupling(MLP(2, 4, context=2), scale="half_sigmoid"), (4,), context=(2,)),
+    Entry(
+        "affine context", lambda: blocks.AffineCoupling(MLP(2, 4, context=2), scale="half_sigmoid"), (4,), context=(2,)
+    ),
     Entry("affine conv", lambda: convs("affine"), (4, 4, 4), stable=False),
     Entry("affine checkerboard", lambda: convs("affine", Checkerboard(swap=True), 1), (1, 4, 4), stable=False),
-    Entry("affine last dim", lambda: blocks.AffineCoupling(MLP(2, 4), scale="half_sigmoid", partition=Split(dim=-1)), (3, 4)),
-    Entry("affine streams", lambda: blocks.AffineCoupling(MLP(3, 6), scale="half_sigmoid", partition=Streams()), (2, 3)),
+    Entry(
+        "affine last dim",
+        lambda: blocks.AffineCoupling(MLP(2, 4), scale="half_sigmoid", partition=Split(dim=-1)),
+        (3, 4),
+    ),
+    Entry(
+        "affine streams", lambda: blocks.AffineCoupling(MLP(3, 6), scale="half_sigmoid", partition=Streams()), (2, 3)
+    ),
     Entry("diagonal", lambda: blocks.DiagonalScaling(torch.tensor([2.0, -0.3, 1.0])), (3,)),
     Entry("diagonal image", lambda: blocks.DiagonalScaling(torch.tensor([2.0, -0.3])), (2, 3, 3)),
     Entry("diagonal full", lambda: blocks.DiagonalScaling(torch.rand(2, 3) + 0.5), (2, 3)),
@@ -128,26 +152,56 @@ CATALOGUE = [
     Entry("factor out", lambda: blocks.FactorOut(wake(blocks.ActNorm(2)), (4, 2, 2)), (4, 2, 2)),
     Entry("invert", lambda: blocks.Invert(affine("half_sigmoid")), (4,)),
     Entry("invert logit", lambda: blocks.Invert(blocks.Logit(0.05)), (4,)),
-    Entry("chain", lambda: blocks.Chain(affine("half_sigmoid"), blocks.Permutation.reverse(4), affine("tanh_exp"), shape=(4,)), (4,)),
-    Entry("nested chain", lambda: blocks.Chain(blocks.Chain(affine("half_sigmoid")), blocks.Invert(affine("half_sigmoid"))), (4,)),
-    Entry("logit then affine", lambda: blocks.Chain(blocks.Logit(0.1), affine("half_sigmoid"), shape=(4,)), (4,), unit=True),
+    Entry(
+        "chain",
+        lambda: blocks.Chain(affine("half_sigmoid"), blocks.Permutation.reverse(4), affine("tanh_exp"), shape=(4,)),
+        (4,),
+    ),
+    Entry(
+        "nested chain",
+        lambda: blocks.Chain(blocks.Chain(affine("half_sigmoid")), blocks.Invert(affine("half_sigmoid"))),
+        (4,),
+    ),
+    Entry(
+        "logit then affine",
+        lambda: blocks.Chain(blocks.Logit(0.1), affine("half_sigmoid"), shape=(4,)),
+        (4,),
+        unit=True,
+    ),
     Entry("flatten", lambda: blocks.Flatten((2, 3)), (2, 3)),
     Entry("residual", lambda: blocks.Residual(MLP(3, 3, hidden=(8,), activation="scaled_swish", lipschitz=0.9)), (3,)),
-    Entry("residual context", lambda: blocks.Residual(MLP(2, 2, hidden=(8,), activation="elu", context=2, lipschitz=0.8)), (2,), context=(2,)),
+    Entry(
+        "residual context",
+        lambda: blocks.Residual(MLP(2, 2, hidden=(8,), activation="elu", context=2, lipschitz=0.8)),
+        (2,),
+        context=(2,),
+    ),
     Entry("residual declared", lambda: blocks.Residual(Declared(Halved(Sine()), lipschitz=0.5)), (3,)),
-    Entry("residual conv", lambda: blocks.Residual(ConvNet(1, 1, hidden=3, activation="elu", gain=False, lipschitz=0.8)), (1, 3, 3)),
+    Entry(
+        "residual conv",
+        lambda: blocks.Residual(ConvNet(1, 1, hidden=3, activation="elu", gain=False, lipschitz=0.8)),
+        (1, 3, 3),
+    ),
     Entry("neural ode", lambda: ode(MLP(2, 2, hidden=(8,), activation="tanh", context=1)), (2,)),
     Entry("neural ode held", lambda: ode(MLP(3, 3, hidden=(8,), activation="softplus", lipschitz=0.8)), (3,)),
     Entry("residual flow", lambda: models.residual_flow(2, blocks=2, hidden=(8, 8), coefficient=0.7), (2,)),
     Entry("residual image flow", lambda: residual_images(), (1, 4, 4), unit=True),
     Entry("real_nvp additive", lambda: models.real_nvp(4, blocks=4, hidden=(8,), coupling="additive"), (4,)),
     Entry("real_nvp affine", lambda: models.real_nvp(4, blocks=3, hidden=(8,), scale="half_sigmoid"), (4,)),
-    Entry("real_nvp actnorm", lambda: wake(models.real_nvp(3, blocks=2, hidden=(8,), actnorm=True, scale="tanh_exp")), (3,)),
+    Entry(
+        "real_nvp actnorm",
+        lambda: wake(models.real_nvp(3, blocks=2, hidden=(8,), actnorm=True, scale="tanh_exp")),
+        (3,),
+    ),
     Entry("glow additive", lambda: small_glow(coupling="additive"), (1, 4, 4)),
     Entry("glow affine", lambda: small_glow(scale="half_sigmoid"), (1, 4, 4)),
     Entry("glow held", lambda: small_glow(coupling="additive", mixing="shuffle", lipschitz=0.5), (1, 4, 4)),
     Entry("glow multi-scale", lambda: small_glow(factor_out=True, mixing="reverse"), (1, 4, 4)),
-    Entry("glow plu", lambda: small_glow(matrix="plu", coupling="additive", factor_out=True, learned_prior=False), (1, 4, 4)),
+    Entry(
+        "glow plu",
+        lambda: small_glow(matrix="plu", coupling="additive", factor_out=True, learned_prior=False),
+        (1, 4, 4),
+    ),
 ]
 
 IDS = [entry.name for entry in CATALOGUE]

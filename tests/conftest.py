@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device the maps run on")
     parser.addoption("--dtype", default="float32", choices=["float32", "float64"], help="dtype of the round-trip tests")

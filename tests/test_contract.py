@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from catalogue import CATALOGUE, IDS, wake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from bilip.bounds import Box
 from bilip.errors import ContractViolation
 from bilip.nets import MLP, ConvNet
 from bilip.testing import assert_invertible, check_contract
+from catalogue import CATALOGUE, IDS, wake
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=IDS)
@@ -19,7 +19,9 @@ def test_contract(entry, device):
     block = entry.make().to(device)
     context = entry.contexts()
     domain = Box(0.01, 0.99) if entry.unit else Box(-1.5, 1.5)
-    check_contract(block, entry.batch().to(device), context=None if context is None else context.to(device), domain=domain)
+    check_contract(
+        block, entry.batch().to(device), context=None if context is None else context.to(device), domain=domain
+    )
 
 
 @pytest.mark.parametrize("entry", [e for e in CATALOGUE if e.stable], ids=[e.name for e in CATALOGUE if e.stable])
@@ -27,7 +29,10 @@ def test_round_trip_in_single_precision(entry, device, dtype):
     block = entry.make().to(device, dtype).eval()
     context = entry.contexts(64, dtype)
     assert_invertible(
-        block, entry.batch(64, dtype).to(device), tolerance=1e-4, context=None if context is None else context.to(device)
+        block,
+        entry.batch(64, dtype).to(device),
+        tolerance=1e-4,
+        context=None if context is None else context.to(device),
     )
 
 
@@ -38,8 +43,12 @@ def test_any_index_partition(data, total, scale):
     cut = data.draw(st.integers(1, total - 1))
     partition = Indices(order[:cut], order[cut:], total=total)
     torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    net = MLP(cut, 2 * (total - cut), hidden=(6,), activation=data.draw(st.sampled_from(["tanh", "elu", "softplus", "swish"])))
-    check_contract(blocks.AffineCoupling(net, scale=scale, partition=partition), torch.randn(2, total, dtype=torch.float64))
+    net = MLP(
+        cut, 2 * (total - cut), hidden=(6,), activation=data.draw(st.sampled_from(["tanh", "elu", "softplus", "swish"]))
+    )
+    check_contract(
+        blocks.AffineCoupling(net, scale=scale, partition=partition), torch.randn(2, total, dtype=torch.float64)
+    )
 
 
 @settings(max_examples=12, deadline=None)

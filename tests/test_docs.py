@@ -11,7 +11,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ["bilip.bounds", "bilip.blocks", "bilip.nets", "bilip.models", "bilip.testing", "bilip.nets.activations"]
 # Values, records and abstract classes: explained where they are made.
-NO_EXAMPLE = {"Partition", "Scale", "ExpScale", "Facts", "Gains", "BlockBound", "Classifier", "as_float64", "log_of", "log_sum", "activations", "load", "facts"}
+NO_EXAMPLE = {
+    "Partition",
+    "Scale",
+    "ExpScale",
+    "Facts",
+    "Gains",
+    "BlockBound",
+    "Classifier",
+    "as_float64",
+    "log_of",
+    "log_sum",
+    "activations",
+    "load",
+    "facts",
+}
 
 
 def test_readme_examples_run(tmp_path, monkeypatch):

@@ -45,7 +45,15 @@ def room_of(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SOURCE)) for p in FILES])
 def test_imports_go_down_only(path):
     room = room_of(path)
-    roots = {"Box", "Chain", "Flow", "Invert", "Bijection", "BiLipschitz", "BilipError"}  # root names, used by recipes and cli
+    roots = {
+        "Box",
+        "Chain",
+        "Flow",
+        "Invert",
+        "Bijection",
+        "BiLipschitz",
+        "BilipError",
+    }  # root names, used by recipes and cli
     rooms = imported_rooms(path) - {room} - roots
     if room in BESIDE:
         assert rooms <= BESIDE[room] | {"cli"} - {"cli"}

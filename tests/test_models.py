@@ -9,7 +9,12 @@ from bilip.nets import log_lipschitz
 
 @pytest.mark.parametrize(
     ("coupling", "mixing", "millions"),
-    [("additive", "conv1x1", 6.08), ("additive", "shuffle", 5.46), ("affine", "conv1x1", 8.41), ("affine", "shuffle", 7.78)],
+    [
+        ("additive", "conv1x1", 6.08),
+        ("additive", "shuffle", 5.46),
+        ("affine", "conv1x1", 8.41),
+        ("affine", "shuffle", 7.78),
+    ],
 )
 def test_trunks_have_the_papers_parameter_counts(coupling, mixing, millions):
     trunk = models.glow((3, 32, 32), levels=3, blocks=16, hidden=128, coupling=coupling, mixing=mixing)
@@ -39,7 +44,9 @@ def test_mixing(mixing):
 
 
 def test_lipschitz_holds_every_net_and_bounds_the_network():
-    trunk = models.glow((3, 8, 8), levels=2, blocks=2, hidden=8, coupling="additive", mixing="shuffle", actnorm=None, lipschitz=0.25)
+    trunk = models.glow(
+        (3, 8, 8), levels=2, blocks=2, hidden=8, coupling="additive", mixing="shuffle", actnorm=None, lipschitz=0.25
+    )
     with torch.no_grad():
         for p in trunk.parameters():
             p.mul_(30)

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from catalogue import CATALOGUE, IDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tightness import rows_of
 
 from bilip import Box, Chain, Invert, blocks, models
 from bilip.nets import MLP
 from bilip.testing import search_gains
-
+from catalogue import CATALOGUE, IDS
+from tightness import rows_of
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=IDS)
@@ -26,7 +25,11 @@ def test_bounds_hold_with_plain_and_tripled_weights(entry):
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), side=st.floats(0.1, 5.0), scale=st.sampled_from(["sigmoid", "half_sigmoid", "exp", "tanh_exp"]))
+@given(
+    seed=st.integers(0, 10**6),
+    side=st.floats(0.1, 5.0),
+    scale=st.sampled_from(["sigmoid", "half_sigmoid", "exp", "tanh_exp"]),
+)
 def test_latent_boxes(seed, side, scale):
     torch.manual_seed(seed)
     model = models.real_nvp(3, blocks=2, hidden=(6,), scale=scale).double()

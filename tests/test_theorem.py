@@ -34,7 +34,8 @@ def test_affine_bounds_lie_strictly_above_additive_ones(seed, side, scale):
 def test_the_strict_inequality_needs_a_scale_that_reaches_one():
     """Where 1/g < 1 everywhere the paper's own formula puts the affine inverse *below* the additive one.
 
-    The proof of statement (i) adds non-zero terms, but it also multiplies Lip(t) by c_{1/g}, which is below 1 for a scale onto
+    The proof of statement (i) adds non-zero terms, but it also multiplies Lip(t) by c_{1/g}, which is below 1 for a
+    scale onto
     (4, 5). On a small box the product wins.
     """
     additive, affine = pair(0, blocks.SigmoidScale(4.0, 5.0))

@@ -21,7 +21,22 @@ _NAMES = {
 }
 _SUBMODULES = ("blocks", "bounds", "errors", "models", "nets", "testing")
 
-__all__ = ["BiLipschitz", "Bijection", "BilipError", "Box", "Chain", "Flow", "Invert", "__version__", *_SUBMODULES]
+__all__ = [
+    "BiLipschitz",
+    "Bijection",
+    "BilipError",
+    "Box",
+    "Chain",
+    "Flow",
+    "Invert",
+    "__version__",
+    "blocks",
+    "bounds",
+    "errors",
+    "models",
+    "nets",
+    "testing",
+]
 
 if TYPE_CHECKING:
     from bilip import blocks, bounds, errors, models, nets, testing

@@ -101,7 +101,8 @@ class Box:
                 low_, high_ = low_.expand(tuple(shape)), high_.expand(tuple(shape))
         except (RuntimeError, TypeError, ValueError) as error:
             raise InputError(
-                f"Box({_short(low)}, {_short(high)}, shape={shape}): the ends must be numbers or tensors that broadcast "
+                f"Box({_short(low)}, {_short(high)}, shape={shape}): the ends must be numbers or tensors that "
+                "broadcast "
                 f"to one shape ({error})."
             ) from error
         if torch.isnan(low_).any() or torch.isnan(high_).any():
@@ -246,8 +247,10 @@ class BlockBound:
 class BiLipschitz:
     r"""Proven upper bounds on $\mathrm{Lip}(F)$ and $\mathrm{Lip}(F^{-1})$.
 
-    With a `domain` given, `forward` holds on `domain`, and `inverse` holds on $F(\text{domain})$, which lies in `image`.
-    With a latent box given (`given == "latent"`) it is the other way round: `inverse` holds on `image`, and `forward` on
+    With a `domain` given, `forward` holds on `domain`, and `inverse` holds on $F(\text{domain})$, which lies in
+    `image`.
+    With a latent box given (`given == "latent"`) it is the other way round: `inverse` holds on `image`, and `forward`
+    on
     $F^{-1}(\text{image})$, which lies in `domain`.
 
     The constants are kept as natural logarithms (`log_forward`, `log_inverse`); `forward` and `inverse` are floats and
@@ -398,10 +401,13 @@ class BiLipschitz:
             row = self.first_beyond_precision(direction)
             total = getattr(self, f"log_{direction}")
             if row is not None:
-                lines.append(f"the bound on Lip({label}) passes 1/eps = {1 / self.eps:.2g} at block {row.name} ({row.kind})")
+                lines.append(
+                    f"the bound on Lip({label}) passes 1/eps = {1 / self.eps:.2g} at block {row.name} ({row.kind})"
+                )
             if total == INF:
                 lines.append(
-                    f"the bound on Lip({label}) is +inf: an enclosing box or a logarithm left the range of float64, a context was not "
+                    f"the bound on Lip({label}) is +inf: an enclosing box or a logarithm left the range of "
+                    "float64, a context was not "
                     "bounded (pass context=), or the map is not Lipschitz there; it proves nothing, also no divergence"
                 )
         return lines

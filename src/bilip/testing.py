@@ -1,7 +1,9 @@
 r"""The contract of a bijection, for your own blocks and your own test suite.
 
-`check_contract` checks every promise of the interface: round trips, log-determinants against the Jacobian, bounds that no measured
-gain exceeds, enclosures that hold, gradients, and a state dict that carries everything. `assert_invertible` is the one line for a
+`check_contract` checks every promise of the interface: round trips, log-determinants against the Jacobian, bounds that
+no measured
+gain exceeds, enclosures that hold, gradients, and a state dict that carries everything. `assert_invertible` is the one
+line for a
 trained model. `search_gains` looks for the largest gains of a map and its inverse, the adversary of every bound.
 """
 
@@ -56,8 +58,10 @@ def assert_invertible(
         broken = int((~torch.isfinite(error)).sum())
         worst = int(torch.where(torch.isfinite(error), error / limit, math.inf).argmax())
         raise ContractViolation(
-            f"{int(bad.sum())} of {len(x)} samples do not come back ({broken} of them not finite). Worst: sample {worst}, "
-            f"error {float(error[worst]):.3g}, allowed {float(limit[worst]):.3g} ({x.dtype}, tolerance {tolerance:.1g})."
+            f"{int(bad.sum())} of {len(x)} samples do not come back ({broken} of them not finite). Worst: "
+            f"sample {worst}, "
+            f"error {float(error[worst]):.3g}, allowed {float(limit[worst]):.3g} ({x.dtype}, tolerance "
+            f"{tolerance:.1g})."
         )
 
 
@@ -85,7 +89,8 @@ def search_gains(
 ) -> Gains:
     r"""Look for large gains of F on a box and of F^-1 on its image, in float64: random pairs, then ascent on $|J_F(x) v|$.
 
-    The Jacobian at the present points gives the best directions; the points then climb along the gradient of the gain in these
+    The Jacobian at the present points gives the best directions; the points then climb along the gradient of the gain
+    in these
     directions and are projected back onto the box. The gain of the inverse at $F(x)$ along $J v$ is $|v| / |J v|$.
 
     Args:
@@ -103,7 +108,10 @@ def search_gains(
         (2.0, 2.0)
     """
     if not (isinstance(domain, Box) and domain.shape and domain.is_bounded):
-        raise InputError(f"search_gains: expected a bounded box with the shape of one sample, as in Box(-1, 1, shape=(2,)), got {domain!r}.")
+        raise InputError(
+            "search_gains: expected a bounded box with the shape of one sample, as in Box(-1, 1, "
+            f"shape=(2,)), got {domain!r}."
+        )
     model = copy.deepcopy(bijection).double().cpu().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     given = None if context is None else as_float64(context).expand(points, *context.shape)
@@ -124,7 +132,9 @@ def search_gains(
             # The derivative of a singular value u^T J v is u^T dJ v: u and v stay fixed.
             (pulled,) = torch.autograd.grad(z, x, left[:, :, k].view_as(z), create_graph=True)
             gain = (pulled.flatten(1) * right[:, k]).sum()
-            slope = torch.autograd.grad(gain, x)[0].nan_to_num(0.0, 0.0, 0.0) if gain.requires_grad else torch.zeros_like(x)
+            slope = (
+                torch.autograd.grad(gain, x)[0].nan_to_num(0.0, 0.0, 0.0) if gain.requires_grad else torch.zeros_like(x)
+            )
             x = torch.clamp(x.detach() + sign * rate * side * slope.sign(), domain.low, domain.high)
             rate *= 0.85
     return Gains(forward, inverse)
@@ -181,7 +191,9 @@ def check_contract(
         >>> check_contract(AdditiveCoupling(MLP(2, 2)), torch.randn(3, 4, dtype=torch.float64))
     """
     if x.dtype != torch.float64:
-        raise InputError(f"check_contract: expected float64 inputs, got {x.dtype}; the reference is computed in float64.")
+        raise InputError(
+            f"check_contract: expected float64 inputs, got {x.dtype}; the reference is computed in float64."
+        )
     model = copy.deepcopy(bijection).double().eval()
     _check_maps(model, x, context)
     _check_log_det(model, x, context)
@@ -204,9 +216,13 @@ def _check_maps(model: Bijection, x: Tensor, context: Tensor | None) -> None:
     _close("round trip x -> z -> x", x, back, 1e-7)
     _close("round trip z -> x -> z", z, again, 1e-7)
     if z.shape[0] != x.shape[0] or tuple(z.shape[1:]) != model.out_shape(x.shape[1:]):
-        raise ContractViolation(f"out_shape: {model.out_shape(x.shape[1:])} was announced, {tuple(z.shape[1:])} came out.")
+        raise ContractViolation(
+            f"out_shape: {model.out_shape(x.shape[1:])} was announced, {tuple(z.shape[1:])} came out."
+        )
     if model.in_shape(z.shape[1:]) != tuple(x.shape[1:]):
-        raise ContractViolation(f"in_shape: {model.in_shape(z.shape[1:])} was announced for inputs of shape {tuple(x.shape[1:])}.")
+        raise ContractViolation(
+            f"in_shape: {model.in_shape(z.shape[1:])} was announced for inputs of shape {tuple(x.shape[1:])}."
+        )
 
 
 def _check_log_det(model: Bijection, x: Tensor, context: Tensor | None) -> None:
@@ -215,7 +231,9 @@ def _check_log_det(model: Bijection, x: Tensor, context: Tensor | None) -> None:
         _, back = model.inverse_and_log_det(z, context)
     for name, value in (("forward_and_log_det", log_det), ("inverse_and_log_det", back)):
         if tuple(value.shape) != (len(x),):
-            raise ContractViolation(f"{name}: the log-determinant has shape {tuple(value.shape)}, expected ({len(x)},).")
+            raise ContractViolation(
+                f"{name}: the log-determinant has shape {tuple(value.shape)}, expected ({len(x)},)."
+            )
     _close("log-determinants of F and F^-1 (up to sign)", log_det, -back, 1e-7)
     leaf = x.detach().clone().requires_grad_()
     jacobian = _jacobian(model(leaf, context), leaf)
@@ -232,7 +250,9 @@ def _check_gradients(model: Bijection, x: Tensor, context: Tensor | None) -> Non
             return method(inputs[0], context)
 
         inputs = (point, *parameters)
-        if not torch.autograd.gradcheck(both, inputs, eps=1e-6, atol=1e-5, rtol=1e-4, raise_exception=False, fast_mode=True, nondet_tol=1e-9):
+        if not torch.autograd.gradcheck(
+            both, inputs, eps=1e-6, atol=1e-5, rtol=1e-4, raise_exception=False, fast_mode=True, nondet_tol=1e-9
+        ):
             raise ContractViolation(f"gradients of {name}_and_log_det differ from finite differences.")
 
 
@@ -262,7 +282,8 @@ def _check_bounds(model: Bijection, box: Box, like: Tensor, context: Tensor | No
                 gain, limit = getattr(gains, direction), getattr(bound, direction)
                 if gain > limit * (1 + 1e-9):
                     raise ContractViolation(
-                        f"bounds: a gain of {gain:.9g} was found for the {direction} map, but {limit:.9g} is claimed {where} ({formula})."
+                        f"bounds: a gain of {gain:.9g} was found for the {direction} map, but {limit:.9g} is "
+                        f"claimed {where} ({formula})."
                     )
     points = box.sample(64).to(like)
     rows = None if one is None else one.expand(64, *one.shape)
@@ -278,7 +299,9 @@ def _check_bounds(model: Bijection, box: Box, like: Tensor, context: Tensor | No
 def _inside(name: str, box: Box, values: Tensor) -> None:
     held = box.contains(values.nan_to_num(0.0))
     if not held.all():
-        raise ContractViolation(f"{name}: {int((~held).sum())} of {len(values)} images lie outside the box that should hold them.")
+        raise ContractViolation(
+            f"{name}: {int((~held).sum())} of {len(values)} images lie outside the box that should hold them."
+        )
 
 
 def _close(what: str, a: Tensor, b: Tensor, tolerance: float) -> None:
@@ -286,6 +309,6 @@ def _close(what: str, a: Tensor, b: Tensor, tolerance: float) -> None:
     error = float((a - b).abs().max()) if a.numel() else 0.0
     scale = 1 + float(a.abs().max()) if a.numel() else 1.0
     if not error <= tolerance * scale:
-        raise ContractViolation(f"{what} differ by {error:.3g} (values up to {scale - 1:.3g}, allowed {tolerance:.0e} relative).")
-
-
+        raise ContractViolation(
+            f"{what} differ by {error:.3g} (values up to {scale - 1:.3g}, allowed {tolerance:.0e} relative)."
+        )

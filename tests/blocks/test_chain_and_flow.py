@@ -83,7 +83,9 @@ def test_an_unbounded_context_is_said():
 
 
 def test_magnitudes_are_of_outputs_in_both_directions():
-    chain = Chain(blocks.DiagonalScaling(torch.tensor([10.0, 10.0])), blocks.DiagonalScaling(torch.tensor([0.5, 0.5])), shape=(2,))
+    chain = Chain(
+        blocks.DiagonalScaling(torch.tensor([10.0, 10.0])), blocks.DiagonalScaling(torch.tensor([0.5, 0.5])), shape=(2,)
+    )
     for bound in (chain.bounds(Box(-1, 1)), chain.bounds(latent=Box(-5, 5))):
         assert [round(row.magnitude, 6) for row in bound.blocks] == [10.0, 5.0]
 
@@ -98,7 +100,9 @@ def test_missing_maps_are_said():
 
 
 def test_context_reaches_only_the_nets_that_take_it():
-    chain = Chain(blocks.AdditiveCoupling(Declared(torch.nn.Tanh(), lipschitz=1.0)), blocks.AdditiveCoupling(MLP(2, 2, context=3)))
+    chain = Chain(
+        blocks.AdditiveCoupling(Declared(torch.nn.Tanh(), lipschitz=1.0)), blocks.AdditiveCoupling(MLP(2, 2, context=3))
+    )
     x, context = torch.randn(5, 4), torch.randn(5, 3)
     assert torch.allclose(chain.inverse(chain(x, context), context), x, atol=1e-5)
     rows = blocks.AdditiveCoupling(MLP(2, 2, context=2), blocks.Split(dim=-1))
@@ -159,21 +163,36 @@ def test_conditional_flow():
     [
         (lambda: Chain([Squeeze()]), r"Chain\(\*blocks\)"),
         (lambda: Chain(Squeeze(), shape=(3, 5, 5)), "divisible by 2"),
-        (lambda: Chain(Squeeze(), shape=(3, 4, 4))(torch.ones(1, 3, 8, 8)), r"expected input samples of shape \(3, 4, 4\)"),
-        (lambda: Chain(Squeeze(), shape=(3, 4, 4)).inverse(torch.ones(1, 3, 4, 4)), r"latent samples of shape \(12, 2, 2\)"),
+        (
+            lambda: Chain(Squeeze(), shape=(3, 4, 4))(torch.ones(1, 3, 8, 8)),
+            r"expected input samples of shape \(3, 4, 4\)",
+        ),
+        (
+            lambda: Chain(Squeeze(), shape=(3, 4, 4)).inverse(torch.ones(1, 3, 4, 4)),
+            r"latent samples of shape \(12, 2, 2\)",
+        ),
         (lambda: Squeeze()(torch.ones(1, 3, 4)), "expected images"),
         (lambda: Squeeze()(torch.ones(1, 3, 4, 4, dtype=torch.long)), r"Convert it with x.float\(\)"),
         (lambda: Squeeze()([1]), "expected a tensor, got list"),
         (lambda: blocks.ActNorm(3, start="identity")(torch.ones(3)), r"Add a batch dimension with x\[None\]"),
         (lambda: blocks.ActNorm(3, start="identity")(torch.ones(2, 4)), "expected 3 features along dimension 1"),
-        (lambda: blocks.ActNorm(3, start="identity")(torch.ones(2, 3).double()), r"input is torch.float64, the parameters are torch.float32"),
-        (lambda: blocks.ActNorm(3, start="identity").to("meta")(torch.ones(2, 3)), "input is on cpu, the parameters on meta"),
+        (
+            lambda: blocks.ActNorm(3, start="identity")(torch.ones(2, 3).double()),
+            r"input is torch.float64, the parameters are torch.float32",
+        ),
+        (
+            lambda: blocks.ActNorm(3, start="identity").to("meta")(torch.ones(2, 3)),
+            "input is on cpu, the parameters on meta",
+        ),
         (lambda: models.real_nvp(4)(torch.ones(2, 4).double()), "Convert one of them"),
         (lambda: blocks.AdditiveCoupling(MLP(2, 3))(torch.ones(1, 4)), r"t\(x1\) has shape \(1, 3\)"),
         (lambda: blocks.AdditiveCoupling(MLP(2, 1))(torch.ones(1, 4)), r"t\(x1\) has shape \(1, 1\)"),
         (lambda: blocks.AdditiveCoupling(torch.sin), "must be an nn.Module"),
         (lambda: blocks.AffineCoupling(MLP(2, 3))(torch.ones(1, 4)), "even number of features"),
-        (lambda: blocks.AffineCoupling(MLP(2, 4)).bounds(Box(-1, 1)), r"Give the box a shape: bilip.Box\(-4, 4, shape=\(2,\)\)"),
+        (
+            lambda: blocks.AffineCoupling(MLP(2, 4)).bounds(Box(-1, 1)),
+            r"Give the box a shape: bilip.Box\(-4, 4, shape=\(2,\)\)",
+        ),
         (lambda: models.real_nvp(4).bounds(Box(-1, 1, shape=(3,))), r"box has shape \(3,\)"),
         (lambda: models.real_nvp(4).bounds((-1, 1)), "expected a bilip.Box"),
         (lambda: models.real_nvp(4).bounds(formula="best"), "expected one of 'sharp', 'paper'"),

@@ -25,7 +25,11 @@ SHIFT = 0.9 * torch.roll(torch.eye(64, dtype=D), 1, 0)
 MAPS = {  # name: (g, dimension, must the accelerated solver halve the evaluations?)
     "symmetric": (lambda x: x @ A, 16, True),
     "symmetric, one sign": (lambda x: -0.9 * x, 4, True),
-    "monotone": (lambda x: torch.tanh(x @ A) @ A * 0.97, 16, False),  # gradient of a convex function; contraction below 0.85 measured
+    "monotone": (
+        lambda x: torch.tanh(x @ A) @ A * 0.97,
+        16,
+        False,
+    ),  # gradient of a convex function; contraction below 0.85 measured
     "monotone, stiff": (lambda x: 0.95 * torch.tanh(x / 4) * 4, 8, True),
     "falling": (lambda x: -0.95 * torch.tanh(x), 4, False),
     "2-D tanh": (lambda x: 0.95 * torch.tanh(x @ R.T / 0.9 / 3) * 3, 2, True),

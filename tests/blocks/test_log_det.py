@@ -38,7 +38,8 @@ def test_series_error_is_a_bound():
 @pytest.mark.parametrize("law", [Geometric(0.5), Geometric(0.4), Poisson(2.0), Poisson(0.7)])
 @pytest.mark.parametrize("exact_terms", [0, 2])
 def test_roulette_is_unbiased_exactly(law, exact_terms):
-    """With exact traces the sum over N of P(N) times the estimate is the series, in value and gradient: no statistics."""
+    """With exact traces the sum over N of P(N) times the estimate is the series, in value and gradient: no "
+    "statistics."""
     model, x = block(c=0.5), torch.randn(2, 3, dtype=torch.float64)
     estimator = Roulette(law, exact_terms=exact_terms, samples=None)
     basis = probes(x, None)
@@ -134,7 +135,16 @@ def test_default_estimators():
         assert torch.equal(first, Series(20)(large.branch, y))
 
 
-@pytest.mark.parametrize("make", [lambda: Series(0), lambda: Geometric(1.0), lambda: Poisson(0), lambda: Roulette(exact_terms=-1), lambda: Series(3, samples=0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Series(0),
+        lambda: Geometric(1.0),
+        lambda: Poisson(0),
+        lambda: Roulette(exact_terms=-1),
+        lambda: Series(3, samples=0),
+    ],
+)
 def test_bad_input(make):
     with pytest.raises(InputError, match="expected"):
         make()

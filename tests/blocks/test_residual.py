@@ -45,7 +45,8 @@ def test_stated_bound_is_never_below_the_true_error(dtype, method):
 
 
 def test_the_bound_holds_for_points_that_are_no_iterates():
-    """The residual form holds anywhere; the step-difference form |x_k - x_{k-1}| c / (1 - c) fails for accelerated iterates."""
+    """The residual form holds anywhere; the step-difference form |x_k - x_{k-1}| c / (1 - c) fails for "
+    "accelerated iterates."""
     block = make(1, c=0.95).double().eval()
     y = torch.randn(500, 4, dtype=torch.float64)
     exact = block.solve(y)
@@ -97,7 +98,11 @@ def test_coefficients_outside_the_unit_interval(bad):
 
 def test_branches_that_are_no_certified_contraction():
     with pytest.raises(NotAContraction, match="Build g from held layers"):
-        Residual(nn.Sequential(nn.Linear(2, 2), nn.Flatten(), nn.Linear(2, 2)).requires_grad_(False).apply(lambda m: m.weight.data.fill_(3) if hasattr(m, "weight") else None))
+        Residual(
+            nn.Sequential(nn.Linear(2, 2), nn.Flatten(), nn.Linear(2, 2))
+            .requires_grad_(False)
+            .apply(lambda m: m.weight.data.fill_(3) if hasattr(m, "weight") else None)
+        )
     small = nn.Linear(2, 2)
     small.weight.data.fill_(0.1)
     block = Residual(small)
@@ -164,7 +169,8 @@ def test_bounds_under_adversarial_search():
 
 
 def test_a_block_built_with_torchs_spectral_norm_breaks_the_bounds():
-    """Normalised "to 0.9", its branch is no contraction: the gain of F exceeds 1 + c, and iterating for the inverse diverges."""
+    """Normalised "to 0.9", its branch is no contraction: the gain of F exceeds 1 + c, and iterating for the "
+    "inverse diverges."""
     torch.manual_seed(0)
     conv = nn.Conv2d(8, 8, 3, padding=1, bias=False).double()
     nn.init.uniform_(conv.weight)
@@ -182,7 +188,9 @@ def test_a_block_built_with_torchs_spectral_norm_breaks_the_bounds():
     constant = torch.ones(1, 8, 12, 12, dtype=torch.float64)
     gain = float((believed(constant) - believed(0 * constant)).norm() / constant.norm())
     assert gain > 1 + 0.9
-    assert not bool(believed.solve(constant).converged.all()) or not torch.allclose(believed(believed.solve(constant).x), constant)
+    assert not bool(believed.solve(constant).converged.all()) or not torch.allclose(
+        believed(believed.solve(constant).x), constant
+    )
     with pytest.raises(NotAContraction):
         Residual(conv)  # read layer by layer, the truth comes out
     held = Residual(ConvNet(8, 8, hidden=8, gain=False, lipschitz=0.9)).double().eval()
@@ -205,7 +213,9 @@ def test_training_keeps_the_certificate():
 
 
 def test_image_flows():
-    table = models.residual_flow((3, 16, 16), blocks=(1, 1, 1, 1), hidden=8, squeeze_first=True, dense_blocks=2, dense_hidden=8, logit=0.05)
+    table = models.residual_flow(
+        (3, 16, 16), blocks=(1, 1, 1, 1), hidden=8, squeeze_first=True, dense_blocks=2, dense_hidden=8, logit=0.05
+    )
     x = torch.rand(4, 3, 16, 16)
     table.train()
     table(x)

@@ -34,7 +34,8 @@ def test_suprema_are_upper_bounds_and_attained(name, low, width):
     sup = [float(v.exp()) for v in scale.suprema(*ends)]
     found = [float(v.detach().abs().max()) for v in (g, slope, 1 / g, fall)]
     for k, (bound, value) in enumerate(zip(sup, found, strict=True)):
-        # Autograd multiplies by 1 - tanh^2 and 1 - sigmoid, which cancel where the function is flat: that is its rounding.
+        # Autograd multiplies by 1 - tanh^2 and 1 - sigmoid, which cancel where the function is flat: that is its
+        # rounding.
         assert bound >= value * (1 - 1e-12) - 1e-14 * found[0 if k < 2 else 2]
     loose = {3} if name == "floored tanh" else set()  # its |(1/g)'| is the smaller of two bounds, not exact
     for k, (bound, value) in enumerate(zip(sup, found, strict=True)):
@@ -45,7 +46,9 @@ def test_suprema_are_upper_bounds_and_attained(name, low, width):
 @pytest.mark.parametrize("name", SCALES)
 def test_suprema_on_the_whole_line_and_far_out(name):
     scale = SCALES[name]
-    everywhere = scale.suprema(torch.tensor([-math.inf], dtype=torch.float64), torch.tensor([math.inf], dtype=torch.float64))
+    everywhere = scale.suprema(
+        torch.tensor([-math.inf], dtype=torch.float64), torch.tensor([math.inf], dtype=torch.float64)
+    )
     far = scale.suprema(torch.tensor([-5000.0], dtype=torch.float64), torch.tensor([-4000.0], dtype=torch.float64))
     for whole, part in zip(everywhere, far, strict=True):
         assert not torch.isnan(whole).any()

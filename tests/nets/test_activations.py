@@ -9,7 +9,10 @@ from bilip.errors import InputError
 from bilip.nets import activations
 
 MODULES = {
-    **{name: (lambda name=name: activations.make(name)) for name in ("relu", "leaky_relu", "elu", "tanh", "softplus", "swish", "scaled_swish", "gelu")},
+    **{
+        name: (lambda name=name: activations.make(name))
+        for name in ("relu", "leaky_relu", "elu", "tanh", "softplus", "swish", "scaled_swish", "gelu")
+    },
     "steep leaky": lambda: nn.LeakyReLU(3.0),
     "steep elu": lambda: nn.ELU(2.5),
     "sharp softplus": lambda: nn.Softplus(beta=4.0),

@@ -12,7 +12,11 @@ from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldLinear, enclose, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), side=st.floats(1e-3, 10), activation=st.sampled_from(["relu", "elu", "swish", "scaled_swish"]))
+@given(
+    seed=st.integers(0, 10**6),
+    side=st.floats(1e-3, 10),
+    activation=st.sampled_from(["relu", "elu", "swish", "scaled_swish"]),
+)
 def test_boxes_and_constants_of_an_mlp(seed, side, activation):
     torch.manual_seed(seed)
     net = MLP(3, 4, hidden=(8, 8), activation=activation).double()
@@ -27,7 +31,11 @@ def test_boxes_and_constants_of_an_mlp(seed, side, activation):
 
 def test_plain_torch_stacks_are_read():
     conv = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.SiLU(), nn.Sequential(nn.Conv2d(4, 3, 3, stride=2), nn.Tanh()), nn.Flatten(), nn.Linear(12, 2)
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
+        nn.SiLU(),
+        nn.Sequential(nn.Conv2d(4, 3, 3, stride=2), nn.Tanh()),
+        nn.Flatten(),
+        nn.Linear(12, 2),
     ).double()
     box = Box(-1, 1, shape=(2, 6, 5))
     x = box.sample(100)

@@ -17,7 +17,9 @@ def dense_norm(conv: nn.Module, shape: tuple[int, ...]) -> float:
 
 
 def conv_with(weight: torch.Tensor, **options) -> nn.Conv2d:
-    conv = nn.Conv2d(weight.shape[1] * options.get("groups", 1), weight.shape[0], weight.shape[2:], bias=False, **options).double()
+    conv = nn.Conv2d(
+        weight.shape[1] * options.get("groups", 1), weight.shape[0], weight.shape[2:], bias=False, **options
+    ).double()
     conv.weight.data.copy_(weight)
     return conv
 
@@ -30,7 +32,10 @@ KERNELS = {
 }
 
 
-SIZES = [(k, c) for k in KERNELS for c in [(1, 1), (3, 8), (16, 4), (8, 8)]] + [("normal", (16, 16)), ("positive", (16, 16))]
+SIZES = [(k, c) for k in KERNELS for c in [(1, 1), (3, 8), (16, 4), (8, 8)]] + [
+    ("normal", (16, 16)),
+    ("positive", (16, 16)),
+]
 
 
 @pytest.mark.parametrize(("kernel", "channels"), SIZES)
@@ -56,7 +61,9 @@ def test_zero_padded_norm_is_tight(kernel, channels):
     known=st.booleans(),
     kernel=st.sampled_from(sorted(KERNELS)),
 )
-def test_never_below_the_dense_operator(seed, inputs, outputs, taps, height, width, padding, stride, dilation, known, kernel):
+def test_never_below_the_dense_operator(
+    seed, inputs, outputs, taps, height, width, padding, stride, dilation, known, kernel
+):
     if min(height, width) + 2 * padding < dilation * (taps - 1) + 1:
         return
     torch.manual_seed(seed)
@@ -68,7 +75,13 @@ def test_never_below_the_dense_operator(seed, inputs, outputs, taps, height, wid
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), taps=st.sampled_from([1, 3, 5]), side=st.integers(3, 8), known=st.booleans(), stride=st.integers(1, 2))
+@given(
+    seed=st.integers(0, 10**6),
+    taps=st.sampled_from([1, 3, 5]),
+    side=st.integers(3, 8),
+    known=st.booleans(),
+    stride=st.integers(1, 2),
+)
 def test_circular_padding(seed, taps, side, known, stride):
     torch.manual_seed(seed)
     weight = torch.randn(3, 2, taps, taps, dtype=torch.float64)
@@ -117,7 +130,12 @@ def test_power_iteration_is_only_a_lower_bound():
     assert few < many <= matrix_norm(layer.weight)
 
 
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 12), columns=st.integers(1, 12), scale=st.sampled_from([1e-30, 1.0, 1e30]))
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 12),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+)
 @settings(max_examples=40, deadline=None)
 def test_gram_iteration_bounds_from_above(seed, rows, columns, scale):
     torch.manual_seed(seed)

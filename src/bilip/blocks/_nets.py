@@ -18,7 +18,9 @@ __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_
 def require_module(owner: str, name: str, net: object) -> nn.Module:
     """Return the net, or say what was passed instead."""
     if not isinstance(net, nn.Module):
-        raise InputError(f"{owner}: {name} must be an nn.Module, got {type(net).__name__}. Wrap a function in a module.")
+        raise InputError(
+            f"{owner}: {name} must be an nn.Module, got {type(net).__name__}. Wrap a function in a module."
+        )
     return net
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, as_float64, log_of
 from bilip.blocks.bijection import Bijection
+from bilip.bounds import Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
 
 __all__ = ["ActNorm"]
@@ -17,7 +17,8 @@ __all__ = ["ActNorm"]
 class ActNorm(Bijection):
     r"""$F(x) = (x + b) \odot e^{l}$ with one $b$ and one $l$ for each feature, started so that the first batch has mean 0 and deviation 1.
 
-    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part of the
+    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part of
+    the
     `state_dict`.
 
     Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
@@ -39,7 +40,9 @@ class ActNorm(Bijection):
     def __init__(self, features: int, *, dim: int = 1, start: str = "data") -> None:
         super().__init__()
         if features < 1 or start not in ("data", "identity"):
-            raise InputError(f"ActNorm(features={features}, start={start!r}): expected features >= 1 and start 'data' or 'identity'.")
+            raise InputError(
+                f"ActNorm(features={features}, start={start!r}): expected features >= 1 and start 'data' or 'identity'."
+            )
         self.features, self.dim = features, dim
         self.bias = nn.Parameter(torch.zeros(features))
         self.log_scale = nn.Parameter(torch.zeros(features))
@@ -52,7 +55,8 @@ class ActNorm(Bijection):
         self.check(x, self.features, self.dim)
         if x.numel() // self.features < 2:
             raise InputError(
-                f"ActNorm: a batch of shape {tuple(x.shape)} has a single value for each feature, too few for a deviation. "
+                f"ActNorm: a batch of shape {tuple(x.shape)} has a single value for each feature, too few for "
+                "a deviation. "
                 "Start from a larger batch."
             )
         values = x.detach().movedim(self.dim, 0).flatten(1).double()
@@ -83,7 +87,8 @@ class ActNorm(Bijection):
     def _require_ready(self) -> None:
         if not self._ready:
             raise NotInitialized(
-                "ActNorm starts from data and has seen none. Pass one batch through the model in training mode (model.train(); "
+                "ActNorm starts from data and has seen none. Pass one batch through the model in training "
+                "mode (model.train(); "
                 "model(x)), or build it with start='identity'."
             )
 

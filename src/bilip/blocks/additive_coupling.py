@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bilip.bounds import Box, log_of, log_sum, log_triangular_norm
 from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
+from bilip.bounds import Box, log_of, log_sum, log_triangular_norm
 from bilip.nets import certify
 
 __all__ = ["AdditiveCoupling"]
@@ -17,7 +17,8 @@ class AdditiveCoupling(Bijection):
     r"""$F(x)_{I_1} = x_{I_1}, \quad F(x)_{I_2} = x_{I_2} + t(x_{I_1})$.
 
     Globally bi-Lipschitz: both constants are at most $1 + \mathrm{Lip}(t)$ (the paper's lemma), and at most
-    $(L + \sqrt{L^2 + 4})/2$ with $L = \mathrm{Lip}(t)$ (the norm of $\begin{pmatrix}1&0\\L&1\end{pmatrix}$, `formula="sharp"`).
+    $(L + \sqrt{L^2 + 4})/2$ with $L = \mathrm{Lip}(t)$ (the norm of $\begin{pmatrix}1&0\\L&1\end{pmatrix}$,
+    `formula="sharp"`).
 
     Reference: Dinh et al., *NICE: Non-linear Independent Components Estimation*, 2014.
 

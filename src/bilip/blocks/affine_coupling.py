@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, log_of, log_product, log_sum, log_triangular_norm
 from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.blocks.scale import SIGMOID, Scale, scale_from
+from bilip.bounds import Box, log_of, log_product, log_sum, log_triangular_norm
 from bilip.errors import InputError
 from bilip.nets import certify
 
@@ -21,11 +21,13 @@ __all__ = ["AffineCoupling"]
 class AffineCoupling(Bijection):
     r"""$F(x)_{I_1} = x_{I_1}, \quad F(x)_{I_2} = x_{I_2} \odot g(s(x_{I_1})) + t(x_{I_1})$.
 
-    Bi-Lipschitz on boxes only: the Jacobian holds $x_{I_2} \odot g'(s)\, J_s$, which grows with $x$. On $[a, b]^d$ the paper proves
+    Bi-Lipschitz on boxes only: the Jacobian holds $x_{I_2} \odot g'(s)\, J_s$, which grows with $x$. On $[a, b]^d$ the
+    paper proves
 
     $$\mathrm{Lip}(F) \le \max(1, c_g) + M, \qquad M = \max(|a|, |b|)\, c_{g'} \mathrm{Lip}(s) + \mathrm{Lip}(t),$$
     $$\mathrm{Lip}(F^{-1}) \le \max(1, c_{1/g}) + M^*, \qquad
-    M^* = \max(|a^*|, |b^*|)\, c_{(1/g)'} \mathrm{Lip}(s) + c_{(1/g)'} \mathrm{Lip}(s)\, c_t + c_{1/g} \mathrm{Lip}(t).$$
+    M^* = \max(|a^*|, |b^*|)\, c_{(1/g)'} \mathrm{Lip}(s) + c_{(1/g)'} \mathrm{Lip}(s)\, c_t + c_{1/g}
+    \mathrm{Lip}(t).$$
 
     `formula="sharp"` takes the norm of $\begin{pmatrix}1&0\\M&c\end{pmatrix}$ instead, with suprema entry by entry.
 
@@ -73,7 +75,8 @@ class AffineCoupling(Bijection):
             dim = self.partition.feature_dim
             if shift.shape[dim] % 2:
                 raise InputError(
-                    f"AffineCoupling: without s=, the net t gives shift and raw scale together, an even number of features "
+                    "AffineCoupling: without s=, the net t gives shift and raw scale together, an even "
+                    "number of features "
                     f"along dimension {dim}; its output has shape {tuple(shift.shape)}."
                 )
             shift, raw = shift.chunk(2, dim)
@@ -161,7 +164,9 @@ class AffineCoupling(Bijection):
         return certify.log_lipschitz(self.t, shape, rows[0]), certify.log_lipschitz(self.t, shape, rows[1])
 
     def _rows(self, part: Box) -> tuple[slice | None, slice | None]:
-        """The rows of a joint net's last layer that give the shift and the raw scale; `None` where they are not those halves."""
+        """The rows of a joint net's last layer that give the shift and the raw scale; `None` where they are "
+        "not those halves.
+        """
         axis = certify.feature_axis(self.t)
         if axis is None or not part.shape:
             return None, None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.blocks.reach import Reach, Step
+from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters
 from bilip.nets.certify import remembering
 
@@ -20,7 +20,8 @@ FORMULAS = ("sharp", "paper")
 class Bijection(nn.Module):
     r"""An invertible map $F$ between tensors with a batch dimension, $z = F(x)$.
 
-    A block of your own defines the four maps. To take part in proofs it also defines the two Lipschitz constants and the two
+    A block of your own defines the four maps. To take part in proofs it also defines the two Lipschitz constants and
+    the two
     interval images at the end of this class; `bilip.testing.check_contract` checks all of it.
 
     Attributes:
@@ -56,21 +57,21 @@ class Bijection(nn.Module):
     # ---- the maps
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """z = F(x)."""
+        """Z = F(x)."""
         raise BilipError(f"{type(self).__name__} defines no forward.")
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        """x = F^-1(z)."""
+        """X = F^-1(z)."""
         raise BilipError(f"{type(self).__name__} defines no inverse.")
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
+        """Z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
         if self.volume_preserving:
             return self(x, context), x.new_zeros(x.shape[:1])
         raise BilipError(f"{type(self).__name__} defines no forward_and_log_det.")
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
+        """X = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
         x = self.inverse(z, context)
         if self.volume_preserving:
             return x, z.new_zeros(z.shape[:1])
@@ -149,13 +150,20 @@ class Bijection(nn.Module):
         log_inverse = self.log_lip(after.box, context, formula)
         return self._step(reach, after, log_forward, log_inverse, name, reach.box)
 
-    def _step(self, before: Reach, after: Reach, log_forward: float, log_inverse: float, name: str, output: Box) -> Step:
+    def _step(
+        self, before: Reach, after: Reach, log_forward: float, log_inverse: float, name: str, output: Box
+    ) -> Step:
         if max(log_forward, log_inverse) == float("inf") and not before.asked_bounded:
             where = f"block {name} ({type(self).__name__})" if name else type(self).__name__
-            box = "bilip.Box(-4, 4)" if before.box.shape else "bilip.Box(-4, 4, shape=(2,)), with the shape of one sample,"
+            box = (
+                "bilip.Box(-4, 4)"
+                if before.box.shape
+                else "bilip.Box(-4, 4, shape=(2,)), with the shape of one sample,"
+            )
             raise NoGlobalBound(
                 f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
-                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant that holds there; "
+                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant "
+                "that holds there; "
                 "or use additive coupling, which has a global one."
             )
         row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, output.magnitude)
@@ -168,7 +176,9 @@ class Bijection(nn.Module):
     def _shaped(self, box: Box, shape: tuple[int, ...] | None) -> Box:
         if shape is not None:
             if box.shape and box.shape != tuple(shape):
-                raise InputError(f"the box has shape {box.shape}, but {type(self).__name__} takes samples of shape {tuple(shape)}.")
+                raise InputError(
+                    f"the box has shape {box.shape}, but {type(self).__name__} takes samples of shape {tuple(shape)}."
+                )
             return box.expand(shape)
         if not box.shape and box != self.natural_domain() and box.is_bounded:
             raise InputError(
@@ -195,7 +205,8 @@ class Bijection(nn.Module):
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise NonFiniteParameters(
-                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so nothing can be proved. "
+                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so "
+                    "nothing can be proved. "
                     "Load an earlier checkpoint, or find the step where training diverged."
                 )
 
@@ -218,7 +229,10 @@ class Bijection(nn.Module):
         raise self._unproved("interval_inverse")
 
     def _unproved(self, name: str) -> BilipError:
-        return BilipError(f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method to the block.")
+        return BilipError(
+            f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method "
+            "to the block."
+        )
 
     # ---- input checks
 
@@ -230,15 +244,21 @@ class Bijection(nn.Module):
         if not x.is_floating_point():
             raise InputError(f"{who}: expected floating-point input, got {x.dtype}. Convert it with x.float().")
         if x.ndim < 2:
-            raise InputError(f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension with x[None].")
+            raise InputError(
+                f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension "
+                "with x[None]."
+            )
         if features is not None and (not -x.ndim <= dim < x.ndim or x.shape[dim] != features):
-            raise InputError(f"{who}: expected {features} features along dimension {dim}, got an input of shape {tuple(x.shape)}.")
+            raise InputError(
+                f"{who}: expected {features} features along dimension {dim}, got an input of shape {tuple(x.shape)}."
+            )
 
     def check_like(self, x: Tensor, parameter: Tensor) -> None:
         """Raise an `InputError` unless `x` has the dtype and device of a parameter."""
         if x.device != parameter.device:
             raise InputError(
-                f"{type(self).__name__}: the input is on {x.device}, the parameters on {parameter.device}. Move one of them with .to()."
+                f"{type(self).__name__}: the input is on {x.device}, the parameters on {parameter.device}. "
+                "Move one of them with .to()."
             )
         if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
             raise InputError(

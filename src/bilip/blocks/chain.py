@@ -9,11 +9,11 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, log_product
 from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
 from bilip.blocks.reach import Reach, Step
+from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache
 
@@ -23,7 +23,8 @@ __all__ = ["Chain"]
 class Chain(Bijection):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
-    Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No usefulness is
+    Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No
+    usefulness is
     promised for deep chains of affine blocks: their bounds grow without limit, and that they do is the paper's point.
 
     Args:
@@ -101,7 +102,10 @@ class Chain(Bijection):
             return
         self.check(x)
         if tuple(x.shape[1:]) != shape:
-            raise InputError(f"Chain: expected {what} samples of shape {shape}, so a batch of shape (batch, {', '.join(map(str, shape))}), got {tuple(x.shape)}.")
+            raise InputError(
+                f"Chain: expected {what} samples of shape {shape}, so a batch of shape (batch, "
+                f"{', '.join(map(str, shape))}), got {tuple(x.shape)}."
+            )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         for block in self:

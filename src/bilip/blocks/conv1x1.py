@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of
 from bilip.blocks.bijection import Bijection
+from bilip.bounds import EPS, Box, as_float64, log_of
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
@@ -20,16 +20,20 @@ KINDS = ("full", "plu", "orthogonal")
 
 
 class InvertibleConv1x1(Bijection):
-    r"""$F(x) = W x$ at every pixel, with a square matrix over the channels; $\mathrm{Lip}(F) = \|W\|_2$, $\mathrm{Lip}(F^{-1}) = \|W^{-1}\|_2$.
+    r"""$F(x) = W x$ at every pixel, with a square matrix over the channels.
 
-    The inverse matrix is solved for in float64. It is kept only in evaluation mode under `no_grad`, and only while the parameters
+    Its constants are $\mathrm{Lip}(F) = \|W\|_2$ and $\mathrm{Lip}(F^{-1}) = \|W^{-1}\|_2$.
+
+    The inverse matrix is solved for in float64. It is kept only in evaluation mode under `no_grad`, and only while the
+    parameters
     hold the very same numbers.
 
     Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
 
     Args:
         channels: Number of channels (dimension 1 of the batched input; any number of further dimensions).
-        kind: `"full"`, a free matrix; `"plu"`, $P L (U + \mathrm{diag}(s))$, which cannot become singular; `"orthogonal"`, an isometry.
+        kind: `"full"`, a free matrix; `"plu"`, $P L (U + \mathrm{diag}(s))$, which cannot become singular;
+            `"orthogonal"`, an isometry.
 
     Example:
         >>> block = InvertibleConv1x1(4)
@@ -44,7 +48,10 @@ class InvertibleConv1x1(Bijection):
     def __init__(self, channels: int, *, kind: str = "full") -> None:
         super().__init__()
         if channels < 1 or kind not in KINDS:
-            raise InputError(f"InvertibleConv1x1(channels={channels}, kind={kind!r}): expected channels >= 1 and kind one of {KINDS}.")
+            raise InputError(
+                f"InvertibleConv1x1(channels={channels}, kind={kind!r}): expected channels >= 1 and kind one "
+                f"of {KINDS}."
+            )
         self.channels, self.kind = channels, kind
         start = torch.linalg.qr(torch.randn(channels, channels, dtype=torch.float64))[0]
         if kind == "plu":
@@ -66,8 +73,7 @@ class InvertibleConv1x1(Bijection):
         """W, computed in the given dtype where it is composed of factors."""
         if self.kind != "plu":
             return self.weight if dtype is None else self.weight.to(dtype)
-        to = dict(dtype=dtype or self.lower.dtype)
-        lower, upper = self._factors(to["dtype"])
+        lower, upper = self._factors(dtype or self.lower.dtype)
         product = lower @ upper
         return torch.zeros_like(product).index_copy(0, self.permutation, product)
 
@@ -88,7 +94,9 @@ class InvertibleConv1x1(Bijection):
     def _invert_plu(self, parameters: Tensor) -> Tensor:
         lower, upper = self._factors(torch.float64)
         eye = torch.eye(self.channels, dtype=torch.float64, device=lower.device)
-        half = torch.linalg.solve_triangular(lower, eye.index_select(0, self.permutation), upper=False, unitriangular=True)
+        half = torch.linalg.solve_triangular(
+            lower, eye.index_select(0, self.permutation), upper=False, unitriangular=True
+        )
         return torch.linalg.solve_triangular(upper, half, upper=True).to(parameters.dtype)
 
     def mix(self, matrix: Tensor, x: Tensor) -> Tensor:
@@ -137,7 +145,9 @@ class InvertibleConv1x1(Bijection):
         inverse = torch.linalg.pinv(matrix)
         # With R = I - XW and x = W^-1 y: |x - Xy| = |Rx| <= |R| |W^-1| |y|, pixel by pixel.
         residual = torch.linalg.matrix_norm(torch.eye(self.channels, dtype=torch.float64) - inverse @ matrix)
-        wobble = float(residual) + 4 * self.channels**1.5 * EPS * float(torch.linalg.matrix_norm(inverse) * torch.linalg.matrix_norm(matrix))
+        wobble = float(residual) + 4 * self.channels**1.5 * EPS * float(
+            torch.linalg.matrix_norm(inverse) * torch.linalg.matrix_norm(matrix)
+        )
         log = self.log_lip_inverse(box)
         return _apply(inverse, box, wobble * math.exp(min(log, 700.0)) if log < math.inf else math.inf)
 
@@ -161,7 +171,7 @@ def _apply(matrix: Tensor, box: Box, relative: float = 0.0) -> Box:
         return Box.everything(box.shape)
 
     def mix(weight: Tensor, x: Tensor) -> Tensor:
-        return torch.tensordot(weight, x, dims=([1], [0]))
+        return torch.tensordot(weight, x, ([1], [0]))  # type: ignore[arg-type]
 
     center, radius, size = box.center, box.radius, torch.maximum(box.low.abs(), box.high.abs())
     middle, reach = mix(matrix, center), mix(matrix.abs(), radius)

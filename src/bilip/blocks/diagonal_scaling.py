@@ -7,18 +7,21 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, as_float64, log_of
 from bilip.blocks.bijection import Bijection
+from bilip.bounds import Box, as_float64, log_of
 from bilip.errors import InputError
 
 __all__ = ["DiagonalScaling"]
 
 
 class DiagonalScaling(Bijection):
-    r"""$F(x) = D x$ with a diagonal $D$ whose entries stay non-zero; $\mathrm{Lip}(F) = \max |D_{ii}|$, $\mathrm{Lip}(F^{-1}) = 1/\min |D_{ii}|$.
+    r"""$F(x) = D x$ with a diagonal $D$ whose entries stay non-zero.
+
+    Its constants are $\mathrm{Lip}(F) = \max |D_{ii}|$ and $\mathrm{Lip}(F^{-1}) = 1/\min |D_{ii}|$.
 
     Args:
-        scale: The starting diagonal: a tensor of non-zero numbers in the shape of one sample, or one entry for each feature.
+        scale: The starting diagonal: a tensor of non-zero numbers in the shape of one sample, or one entry for each
+            feature.
         dim: With one entry for each feature: the dimension of the batched input that holds the features.
 
     Example:
@@ -45,7 +48,10 @@ class DiagonalScaling(Bijection):
         diagonal = self.sign * self.log_scale.exp()
         if self.dim is None:
             if x.shape[1:] != diagonal.shape:
-                raise InputError(f"DiagonalScaling: expected samples of shape {tuple(diagonal.shape)}, got an input of shape {tuple(x.shape)}.")
+                raise InputError(
+                    f"DiagonalScaling: expected samples of shape {tuple(diagonal.shape)}, got an input of "
+                    f"shape {tuple(x.shape)}."
+                )
             return diagonal
         self.check(x, len(diagonal), self.dim)
         shape = [1] * x.ndim
@@ -92,7 +98,9 @@ class DiagonalScaling(Bijection):
 
 
 def _hull(a: Tensor, b: Tensor) -> Box:
-    return Box.outward(torch.minimum(a, b), torch.maximum(a, b), 1e-15 * torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0))
+    return Box.outward(
+        torch.minimum(a, b), torch.maximum(a, b), 1e-15 * torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0)
+    )
 
 
 def _up(log: float) -> float:

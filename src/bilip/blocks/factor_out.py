@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bilip.bounds import BlockBound, Box
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.reach import Reach, Step
+from bilip.bounds import BlockBound, Box
 from bilip.errors import InputError
 
 __all__ = ["FactorOut"]
@@ -19,7 +19,8 @@ __all__ = ["FactorOut"]
 class FactorOut(Bijection):
     r"""The first half of the channels goes on through `inner`, the rest is done; the latent is both, flattened and joined.
 
-    $F(x) = (\text{inner}(x_{1}), x_{2})$, so each constant is the larger of 1 and inner's. A learned prior of the part that leaves is
+    $F(x) = (\text{inner}(x_{1}), x_{2})$, so each constant is the larger of 1 and inner's. A learned prior of the part
+    that leaves is
     an affine coupling placed before this block, which turns it into a standard normal.
 
     Reference: Dinh et al., *Density estimation using Real NVP*, 2016.
@@ -36,31 +37,36 @@ class FactorOut(Bijection):
         torch.Size([3, 256])
     """
 
-    shape: tuple[int, ...]  # always known here
-
     def __init__(self, inner: Bijection, shape: Sequence[int], *, keep: int | None = None) -> None:
         super().__init__()
-        self.shape = tuple(int(n) for n in shape)
-        self.keep = (self.shape[0] + 1) // 2 if keep is None else keep
-        if not 0 < self.keep < self.shape[0]:
-            raise InputError(f"FactorOut(shape={self.shape}, keep={self.keep}): some channels must remain and some must leave.")
+        self.shape = self.image_shape = tuple(int(n) for n in shape)
+        self.keep = (self.image_shape[0] + 1) // 2 if keep is None else keep
+        if not 0 < self.keep < self.image_shape[0]:
+            raise InputError(
+                f"FactorOut(shape={self.image_shape}, keep={self.keep}): some channels must remain and some must leave."
+            )
         self.inner = inner
-        self.kept_shape = (self.keep, *self.shape[1:])
+        self.kept_shape = (self.keep, *self.image_shape[1:])
         self.inner_latent = inner.out_shape(self.kept_shape)
         self.volume_preserving = inner.volume_preserving
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.check(x)
-        if tuple(x.shape[1:]) != self.shape:
-            raise InputError(f"FactorOut: expected samples of shape {self.shape}, got an input of shape {tuple(x.shape)}.")
+        if tuple(x.shape[1:]) != self.image_shape:
+            raise InputError(
+                f"FactorOut: expected samples of shape {self.image_shape}, got an input of shape {tuple(x.shape)}."
+            )
         return x[:, : self.keep], x[:, self.keep :]
 
     def _split_latent(self, z: Tensor) -> tuple[Tensor, Tensor]:
         self.check(z)
-        if tuple(z.shape[1:]) != (math.prod(self.shape),):
-            raise InputError(f"FactorOut: expected flat latents of size {math.prod(self.shape)}, got an input of shape {tuple(z.shape)}.")
+        if tuple(z.shape[1:]) != (math.prod(self.image_shape),):
+            raise InputError(
+                f"FactorOut: expected flat latents of size {math.prod(self.image_shape)}, got an input of shape "
+                f"{tuple(z.shape)}."
+            )
         size = math.prod(self.inner_latent)
-        left = (self.shape[0] - self.keep, *self.shape[1:])
+        left = (self.image_shape[0] - self.keep, *self.image_shape[1:])
         return z[:, :size].unflatten(1, self.inner_latent), z[:, size:].unflatten(1, left)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -82,14 +88,16 @@ class FactorOut(Bijection):
         return torch.cat((inner, left), 1), log_det
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(shape) != self.shape:
-            raise InputError(f"FactorOut was built for samples of shape {self.shape}, not {tuple(shape)}.")
+        if tuple(shape) != self.image_shape:
+            raise InputError(f"FactorOut was built for samples of shape {self.image_shape}, not {tuple(shape)}.")
         return (math.prod(shape),)
 
     def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(shape) != (math.prod(self.shape),):
-            raise InputError(f"FactorOut gives flat latents of size {math.prod(self.shape)}, not of shape {tuple(shape)}.")
-        return self.shape
+        if tuple(shape) != (math.prod(self.image_shape),):
+            raise InputError(
+                f"FactorOut gives flat latents of size {math.prod(self.image_shape)}, not of shape {tuple(shape)}."
+            )
+        return self.image_shape
 
     # ---- proofs: the inner proof on the channels that remain
 
@@ -113,10 +121,15 @@ class FactorOut(Bijection):
             left = part(box, 1)
             if backward:
                 return Box(torch.cat((inner.low, left.low)), torch.cat((inner.high, left.high)))
-            return Box(torch.cat((inner.low.flatten(), left.low.flatten())), torch.cat((inner.high.flatten(), left.high.flatten())))
+            return Box(
+                torch.cat((inner.low.flatten(), left.low.flatten())),
+                torch.cat((inner.high.flatten(), left.high.flatten())),
+            )
 
         box = part(reach.box, 0) if reach.box.shape else Box.everything(entered)
-        start = Reach(box, None if reach.center is None else part(reach.center, 0), reach.log_radius, reach.asked_bounded)
+        start = Reach(
+            box, None if reach.center is None else part(reach.center, 0), reach.log_radius, reach.asked_bounded
+        )
         step = act(start, context, formula, f"{name}.inner" if name else "inner")
         image = join(step.reach.box, reach.box)
         fresh = reach.restarted(image)
@@ -140,4 +153,4 @@ class FactorOut(Bijection):
         return self.enclose_inverse(box, context)
 
     def extra_repr(self) -> str:
-        return f"shape={self.shape}, keep={self.keep}"
+        return f"shape={self.image_shape}, keep={self.keep}"

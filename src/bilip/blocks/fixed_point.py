@@ -1,8 +1,11 @@
 r"""Solve $x + g(x) = y$ for a contraction $g$, sample by sample, with as few evaluations of $g$ as possible.
 
-**Plain** iteration, $x \leftarrow y - g(x)$, shrinks the residual $r = y - x - g(x)$ by the contraction factor each time.
-**Anderson** acceleration combines the last few residuals linearly to the smallest one and steps from there. A step that shrinks the
-residual less than plain iteration was seen to do is taken back, which costs one evaluation; after two such steps the sample goes
+**Plain** iteration, $x \leftarrow y - g(x)$, shrinks the residual $r = y - x - g(x)$ by the contraction factor each
+time.
+**Anderson** acceleration combines the last few residuals linearly to the smallest one and steps from there. A step that
+shrinks the
+residual less than plain iteration was seen to do is taken back, which costs one evaluation; after two such steps the
+sample goes
 on plainly. So the accelerated solver needs at most two evaluations more than the plain one, and mostly far fewer.
 """
 
@@ -64,7 +67,9 @@ def solve_fixed_point(
         ([0.5263, 0.5263], True)
     """
     if method not in METHODS or memory < 1 or max_evaluations < 1:
-        raise InputError(f"solve_fixed_point(method={method!r}, memory={memory}, max_evaluations={max_evaluations}) is not possible.")
+        raise InputError(
+            f"solve_fixed_point(method={method!r}, memory={memory}, max_evaluations={max_evaluations}) is not possible."
+        )
     rows = torch.arange(len(y), device=y.device)
     state = _State(y, memory if method == "anderson" else 0)
     for _ in range(max_evaluations):
@@ -101,7 +106,19 @@ class _State:
         self.going = torch.ones(len(y), dtype=torch.bool, device=y.device)
 
     def keep(self, mask: Tensor) -> None:
-        for name in ("proposal", "x", "r", "size", "accelerated", "plain_ratio", "start", "stalled", "count", "dx", "dr"):
+        for name in (
+            "proposal",
+            "x",
+            "r",
+            "size",
+            "accelerated",
+            "plain_ratio",
+            "start",
+            "stalled",
+            "count",
+            "dx",
+            "dr",
+        ):
             setattr(self, name, getattr(self, name)[mask])
         self.going = self.going[mask]
 
@@ -125,7 +142,9 @@ class _State:
         accepted = ~rejected
         if self.memory:
             self._remember(r, accepted & ~first)
-            self.count = torch.where(rejected, 0, torch.where(first, self.count, (self.count + 1).clamp_max(self.memory)))
+            self.count = torch.where(
+                rejected, 0, torch.where(first, self.count, (self.count + 1).clamp_max(self.memory))
+            )
         wide = accepted.view(-1, *[1] * (r.ndim - 1))
         self.x, self.r = torch.where(wide, self.proposal, self.x), torch.where(wide, r, self.r)
         self.size = torch.where(accepted, size, self.size)

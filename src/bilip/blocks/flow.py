@@ -30,18 +30,22 @@ class Flow(nn.Module):
         (torch.Size([5]), torch.Size([3, 2]))
     """
 
-    def __init__(self, bijection: Bijection, base: str | Distribution = "normal", *, shape: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, bijection: Bijection, base: str | Distribution = "normal", *, shape: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(bijection, Bijection):
             raise InputError(f"Flow: expected a Bijection, got {type(bijection).__name__}.")
         if not (base == "normal" or isinstance(base, Distribution)):
-            raise InputError(f"Flow(base={base!r}): expected 'normal' or a torch.distributions.Distribution over latents.")
+            raise InputError(
+                f"Flow(base={base!r}): expected 'normal' or a torch.distributions.Distribution over latents."
+            )
         self.bijection, self.base = bijection, base
         known = None if bijection.shape is None else bijection.out_shape(bijection.shape)
         self.latent_shape = known if shape is None else tuple(shape)
 
     def base_log_prob(self, z: Tensor) -> Tensor:
-        """log p_Z(z), of shape `(batch,)`."""
+        """Log p_Z(z), of shape `(batch,)`."""
         if isinstance(self.base, Distribution):
             log = self.base.log_prob(z)
             return log.flatten(1).sum(1) if log.ndim > 1 else log
@@ -49,7 +53,7 @@ class Flow(nn.Module):
         return -0.5 * (z.square().flatten(1).sum(1) + size * math.log(2 * math.pi))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """log p(x), of shape `(batch,)`."""
+        """Log p(x), of shape `(batch,)`."""
         z, log_det = self.bijection.forward_and_log_det(x, context)
         return self.base_log_prob(z) + log_det
 
@@ -70,15 +74,22 @@ class Flow(nn.Module):
             raise InputError(f"sample(count={count}): expected 1 or more.")
         if isinstance(self.base, Distribution):
             if temperature != 1.0 or generator is not None:
-                raise InputError("sample: temperature and generator are for base='normal'; a Distribution draws from torch's global seed.")
+                raise InputError(
+                    "sample: temperature and generator are for base='normal'; a Distribution draws from "
+                    "torch's global seed."
+                )
             return self.base.sample((count,))
         if self.latent_shape is None:
-            raise InputError("sample: the shape of a latent is not known. Build the flow with Flow(bijection, shape=(2,)).")
+            raise InputError(
+                "sample: the shape of a latent is not known. Build the flow with Flow(bijection, shape=(2,))."
+            )
         like = next((p for p in self.bijection.parameters()), torch.empty(()))
         z = torch.randn(count, *self.latent_shape, generator=generator, dtype=like.dtype, device=like.device)
         return z * temperature
 
     def bits_per_dim(self, x: Tensor, context: Tensor | None = None, *, bits: int = 8) -> Tensor:
-        """Bits per dimension of dequantized data scaled to unit width, `(level + noise) / 2**bits`, shape `(batch,)`."""
+        """Bits per dimension of dequantized data scaled to unit width, `(level + noise) / 2**bits`, shape "
+        "`(batch,)`.
+        """
         size = math.prod(x.shape[1:])
         return bits - self.log_prob(x, context) / (size * math.log(2))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bilip.bounds import Box
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.reach import Reach, Step
+from bilip.bounds import Box
 from bilip.errors import InputError
 
 __all__ = ["Invert"]

@@ -1,11 +1,16 @@
 r"""Ways to compute $\log\det(I + J_g)$ of a residual block, as values.
 
-With $\|J_g\| \le c < 1$ the series $\sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \mathrm{tr}(J_g^k)$ converges. `Exact` takes the determinant
-itself, `Series` the first terms and states what it leaves out, `Roulette` stops at random and weights the terms so that the
-expectation is the whole series. Traces are $v^\top J^k v$ averaged over random signs $v$, or exact (the sum over a basis).
+With $\|J_g\| \le c < 1$ the series $\sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \mathrm{tr}(J_g^k)$ converges. `Exact` takes
+the determinant
+itself, `Series` the first terms and states what it leaves out, `Roulette` stops at random and weights the terms so that
+the
+expectation is the whole series. Traces are $v^\top J^k v$ averaged over random signs $v$, or exact (the sum over a
+basis).
 
-Gradients of the last two follow $\partial \log\det(I + J) = \mathrm{tr}\big(\sum_{k \ge 0} (-J)^k \, \partial J\big)$: the powers are
-built without a graph, and one product with $\partial J$ carries all gradients, so memory does not grow with the number of terms.
+Gradients of the last two follow $\partial \log\det(I + J) = \mathrm{tr}\big(\sum_{k \ge 0} (-J)^k \, \partial J\big)$:
+the powers are
+built without a graph, and one product with $\partial J$ carries all gradients, so memory does not grow with the number
+of terms.
 
 Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 2019.
 """
@@ -78,7 +83,9 @@ class Series:
 
     def __post_init__(self) -> None:
         if self.terms < 1 or (self.samples is not None and self.samples < 1):
-            raise InputError(f"Series(terms={self.terms}, samples={self.samples}): expected 1 or more, or samples=None.")
+            raise InputError(
+                f"Series(terms={self.terms}, samples={self.samples}): expected 1 or more, or samples=None."
+            )
 
     def __call__(self, g: Map, x: Tensor) -> Tensor:
         return weighted_series(g, x, [1.0] * self.terms, probes(x, self.samples))
@@ -112,7 +119,8 @@ class Geometric:
 class Poisson:
     """N further terms, Poisson distributed.
 
-    Its tail falls faster than any power, so the weights 1 / P(N >= k) of late terms outgrow $c^k$: the estimate is unbiased but has
+    Its tail falls faster than any power, so the weights 1 / P(N >= k) of late terms outgrow $c^k$: the estimate is
+    unbiased but has
     heavy tails, and averages of it converge slowly. Prefer more exact terms, or `Geometric` with $c^2 < 1 - p$.
     """
 
@@ -159,11 +167,15 @@ class Roulette:
 
     def __post_init__(self) -> None:
         if self.exact_terms < 0 or (self.samples is not None and self.samples < 1):
-            raise InputError(f"Roulette(exact_terms={self.exact_terms}, samples={self.samples}): expected 0 or more, and 1 or more.")
+            raise InputError(
+                f"Roulette(exact_terms={self.exact_terms}, samples={self.samples}): expected 0 or more, and 1 or more."
+            )
 
     def weights(self, terms: int) -> list[float]:
         """1 / P(the k-th term is there), for the first terms."""
-        return [1.0 if k <= self.exact_terms else 1 / self.law.at_least(k - self.exact_terms) for k in range(1, terms + 1)]
+        return [
+            1.0 if k <= self.exact_terms else 1 / self.law.at_least(k - self.exact_terms) for k in range(1, terms + 1)
+        ]
 
     def __call__(self, g: Map, x: Tensor) -> Tensor:
         return self.estimate(g, x, self.law.draw(), probes(x, self.samples))

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.bounds import Box, log_of
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.reach import Reach, Step
+from bilip.bounds import Box, log_of
 from bilip.errors import InputError
 
 __all__ = ["Logit"]
@@ -61,7 +61,8 @@ class Logit(Bijection):
         edge = self.alpha / (1 - 2 * self.alpha)
         if bool((reach.box.low < -edge).any() or (reach.box.high > 1 + edge).any()):
             raise InputError(
-                f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {reach.box} reaches outside. Pass bilip.Box(0, 1)."
+                f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {reach.box} reaches outside. Pass "
+                "bilip.Box(0, 1)."
             )
         return super().advance(reach, context, formula, name)
 

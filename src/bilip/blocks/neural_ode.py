@@ -21,7 +21,8 @@ __all__ = ["NeuralODE"]
 class NeuralODE(Bijection):
     r"""$F(x) = x(T)$ for $\dot x = f(x, t)$, $x(0) = x$; the inverse integrates back.
 
-    Both constants of the *exact* flow are at most $e^{\mathrm{Lip}(f)\,T}$. What a solver computes differs from the exact flow by its
+    Both constants of the *exact* flow are at most $e^{\mathrm{Lip}(f)\,T}$. What a solver computes differs from the
+    exact flow by its
     discretisation error, about which the bound says nothing; `discretisation_error` measures it.
 
     References: Chen et al., *Neural Ordinary Differential Equations*, 2018; Grathwohl et al., *FFJORD*, 2019.
@@ -61,7 +62,8 @@ class NeuralODE(Bijection):
         super().__init__()
         if not 0 < time < math.inf or trace not in ("exact", "hutchinson") or min(rtol, atol) <= 0:
             raise InputError(
-                f"NeuralODE(time={time}, trace={trace!r}, rtol={rtol}, atol={atol}): expected a positive time, trace 'exact' or 'hutchinson', "
+                f"NeuralODE(time={time}, trace={trace!r}, rtol={rtol}, atol={atol}): expected a positive "
+                "time, trace 'exact' or 'hutchinson', "
                 "and positive tolerances."
             )
         self.f = require_module("NeuralODE", "f", f)
@@ -87,21 +89,23 @@ class NeuralODE(Bijection):
         system = _System(field, self.f)
         solve = torchdiffeq.odeint_adjoint if self.adjoint else torchdiffeq.odeint
         try:
-            path = solve(
-                system, state, times, method=self.method, rtol=self.rtol, atol=self.atol, options=self.options
-            )
+            path = solve(system, state, times, method=self.method, rtol=self.rtol, atol=self.atol, options=self.options)
         except BilipError:
             raise
         except (AssertionError, ValueError, RuntimeError) as error:
             raise SolverFailed(
-                f"NeuralODE: the solver {self.method!r} failed ({str(error) or 'step size underflow'}). Loosen rtol and atol, "
+                f"NeuralODE: the solver {self.method!r} failed ({str(error) or 'step size underflow'}). "
+                "Loosen rtol and atol, "
                 "hold the field to a smaller constant, or use float64."
             ) from error
         end = tuple(part[-1] for part in path) if isinstance(path, tuple) else path[-1]
         first = end[0] if isinstance(end, tuple) else end
         if is_plain(first) and not bool(torch.isfinite(first).all()):
             bad = int((~torch.isfinite(first.flatten(1)).all(1)).sum())
-            raise SolverFailed(f"NeuralODE: {bad} of {len(first)} samples are not finite after integration; the field grows too fast for {self.method!r}.")
+            raise SolverFailed(
+                f"NeuralODE: {bad} of {len(first)} samples are not finite after integration; the field grows "
+                f"too fast for {self.method!r}."
+            )
         return end
 
     def _checked(self, x: Tensor) -> Tensor:
@@ -125,7 +129,9 @@ class NeuralODE(Bijection):
 
     def _with_trace(self, x: Tensor, context: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
         """Integrate the state and the trace of the Jacobian together."""
-        probe = torch.randint(0, 2, x.shape, device=x.device).to(x.dtype) * 2 - 1 if self.trace == "hutchinson" else None
+        probe = (
+            torch.randint(0, 2, x.shape, device=x.device).to(x.dtype) * 2 - 1 if self.trace == "hutchinson" else None
+        )
         wants_graph = torch.is_grad_enabled()
 
         def augmented(t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -145,7 +151,11 @@ class NeuralODE(Bijection):
         """
         z = self(x, context).double()
         twin = NeuralODE(
-            certify.double_twin(self.f), time=self.time, method="dopri5", rtol=max(self.rtol * 1e-3, 1e-12), atol=max(self.atol * 1e-3, 1e-12)
+            certify.double_twin(self.f),
+            time=self.time,
+            method="dopri5",
+            rtol=max(self.rtol * 1e-3, 1e-12),
+            atol=max(self.atol * 1e-3, 1e-12),
         )
         return (z - twin(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
 
@@ -170,7 +180,11 @@ class NeuralODE(Bijection):
         speed = log_of(float(torch.maximum(field.low.abs(), field.high.abs()).norm()) * (1 + 1e-13))
         log = certify.log_lipschitz(self.f, box.shape or None)
         lip = math.exp(min(log, 700.0))
-        stretch = log_of(math.expm1(min(lip * self.time, 700.0)) / lip * (1 + 1e-13)) if lip > 1e-12 else log_of(self.time * (1 + 1e-9))
+        stretch = (
+            log_of(math.expm1(min(lip * self.time, 700.0)) / lip * (1 + 1e-13))
+            if lip > 1e-12
+            else log_of(self.time * (1 + 1e-9))
+        )
         logs = (log_product(speed, stretch), log_product(self._log(box), box.log_radius))
         if max(logs) > 700:
             return Box.everything(box.shape)
@@ -188,7 +202,9 @@ class NeuralODE(Bijection):
         return Box(torch.cat((clock.low, context.low)), torch.cat((clock.high, context.high)))
 
     def extra_repr(self) -> str:
-        return f"time={self.time:g}, trace={self.trace!r}, method={self.method!r}, rtol={self.rtol:g}, atol={self.atol:g}"
+        return (
+            f"time={self.time:g}, trace={self.trace!r}, method={self.method!r}, rtol={self.rtol:g}, atol={self.atol:g}"
+        )
 
 
 class _System(nn.Module):

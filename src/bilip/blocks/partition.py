@@ -78,7 +78,8 @@ class Split(Partition):
         size = total // 2 if self.size is None else self.size
         if not 0 < size < total:
             raise PartitionError(
-                f"{self}: an input of shape {tuple(x.shape)} cannot be divided along dimension {self.dim} into {size} and "
+                f"{self}: an input of shape {tuple(x.shape)} cannot be divided along dimension {self.dim} "
+                f"into {size} and "
                 f"{total - size} entries; both parts need at least one."
             )
         first, second = x.split((size, total - size), self.dim)
@@ -115,7 +116,9 @@ class Indices(Partition):
         a = [int(i) for i in first]
         b = [i for i in range(total) if i not in set(a)] if second is None else [int(i) for i in second]
         if not a or not b:
-            raise PartitionError(f"Indices: a part is empty (sizes {len(a)} and {len(b)} of {total}); both need at least one index.")
+            raise PartitionError(
+                f"Indices: a part is empty (sizes {len(a)} and {len(b)} of {total}); both need at least one index."
+            )
         both = a + b
         twice = sorted({i for i in both if both.count(i) > 1})
         if twice:
@@ -124,7 +127,8 @@ class Indices(Partition):
             missing = sorted(set(range(total)) - set(both))
             outside = sorted(set(both) - set(range(total)))
             raise PartitionError(
-                f"Indices: the parts must cover 0..{total - 1} (total={total}); missing {missing}, out of range {outside}."
+                f"Indices: the parts must cover 0..{total - 1} (total={total}); missing {missing}, out of "
+                f"range {outside}."
             )
         self.dim, self.total = _check_dim(dim), total
         self.feature_dim = dim if dim in (1, -1) else 1
@@ -134,7 +138,10 @@ class Indices(Partition):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.total:
-            raise PartitionError(f"{self}: an input of shape {tuple(x.shape)} does not have {self.total} entries along dimension {self.dim}.")
+            raise PartitionError(
+                f"{self}: an input of shape {tuple(x.shape)} does not have {self.total} entries along "
+                f"dimension {self.dim}."
+            )
         device = x.device
         return x.index_select(self.dim, self.first.to(device)), x.index_select(self.dim, self.second.to(device))
 
@@ -178,7 +185,8 @@ class Checkerboard(Partition):
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.ndim < 3 or x.shape[-2] * x.shape[-1] < 2:
             raise PartitionError(
-                f"Checkerboard: expected images (batch, channels, height, width) of two pixels or more, got {tuple(x.shape)}."
+                "Checkerboard: expected images (batch, channels, height, width) of two pixels or more, got "
+                f"{tuple(x.shape)}."
             )
         return x.masked_fill(~self._places(x)[0], 0.0), self.outputs(x)
 
@@ -212,7 +220,9 @@ class Streams(Partition):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.ndim < 3 or not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != 2:
-            raise PartitionError(f"{self}: expected two streams stacked along dimension {self.dim}, got shape {tuple(x.shape)}.")
+            raise PartitionError(
+                f"{self}: expected two streams stacked along dimension {self.dim}, got shape {tuple(x.shape)}."
+            )
         first, second = x.unbind(self.dim)
         return (second, first) if self.swap else (first, second)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bilip.bounds import Box
 from bilip.blocks.bijection import Bijection
+from bilip.bounds import Box
 from bilip.errors import PartitionError
 
 __all__ = ["Permutation"]
@@ -34,8 +34,15 @@ class Permutation(Bijection):
     def __init__(self, order: Sequence[int] | Tensor, *, dim: int = 1) -> None:
         super().__init__()
         order = torch.as_tensor(order)
-        if order.ndim != 1 or order.is_floating_point() or sorted(order.tolist()) != list(range(len(order))) or not len(order):
-            raise PartitionError(f"Permutation: {order.tolist()} is not a permutation of 0..{max(0, order.numel() - 1)}.")
+        if (
+            order.ndim != 1
+            or order.is_floating_point()
+            or sorted(order.tolist()) != list(range(len(order)))
+            or not len(order)
+        ):
+            raise PartitionError(
+                f"Permutation: {order.tolist()} is not a permutation of 0..{max(0, order.numel() - 1)}."
+            )
         self.dim = dim
         self.register_buffer("order", order.long())
         self.register_buffer("undo", torch.argsort(order), persistent=False)

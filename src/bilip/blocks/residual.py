@@ -27,7 +27,8 @@ class Solution:
     Attributes:
         x: The inverse.
         residual: $|y - x - g(x)|$, computed in float64 with the weights as they act.
-        error_bound: $(\text{residual} + \text{rounding}) / (1 - c)$, with a bound on the rounding of the residual: the true inverse is no farther than this from `x`. It holds for any
+        error_bound: $(\text{residual} + \text{rounding}) / (1 - c)$, with a bound on the rounding of the residual:
+            the true inverse is no farther than this from `x`. It holds for any
             `x`, however it was found, because $|F(x) - F(x^*)| \ge (1 - c)\,|x - x^*|$.
         tolerance: What was asked for.
         evaluations: Evaluations of g.
@@ -48,17 +49,21 @@ class Solution:
 class Residual(Bijection):
     r"""$F(x) = x + g(x)$ with $\mathrm{Lip}(g) \le c < 1$, certified; $\mathrm{Lip}(F) \le 1 + c$ and $\mathrm{Lip}(F^{-1}) \le 1/(1 - c)$.
 
-    The inverse is found by accelerated fixed-point iteration to a tolerance and comes with a bound on its error (`solve`). Its
-    gradient is that of the exact inverse, by the implicit function theorem, at a memory cost that does not depend on the number of
+    The inverse is found by accelerated fixed-point iteration to a tolerance and comes with a bound on its error
+    (`solve`). Its
+    gradient is that of the exact inverse, by the implicit function theorem, at a memory cost that does not depend on
+    the number of
     iterations; `unrolled_inverse` differentiates a fixed number of plain iterations instead.
 
     References: Behrmann et al., *Invertible Residual Networks*, 2019; Chen et al., *Residual Flows*, 2019.
 
     Args:
-        g: The residual branch: a net of held layers (`nets.MLP(..., lipschitz=0.9)`), or any net certified or declared below 1.
+        g: The residual branch: a net of held layers (`nets.MLP(..., lipschitz=0.9)`), or any net certified or
+            declared below 1.
         tolerance: Largest distance from the exact inverse; by default what the dtype can give,
             $16\,\epsilon\,(1 + |y|)/(1 - c)$ for each sample.
-        log_det: `Exact()`, `Series(...)` or `Roulette(...)`; by default exact up to 64 dimensions, beyond that Russian roulette in training mode
+        log_det: `Exact()`, `Series(...)` or `Roulette(...)`; by default exact up to 64 dimensions, beyond that
+            Russian roulette in training mode
             and 20 terms in evaluation mode.
         max_evaluations: When to give up.
 
@@ -89,13 +94,17 @@ class Residual(Bijection):
         self.contraction()
 
     def contraction(self) -> float:
-        """c, from the coefficients of held layers where all are held, otherwise from the norms of the present weights."""
+        """c, from the coefficients of held layers where all are held, otherwise from the norms of the "
+        "present weights.
+        """
         cap = certify.log_cap(self.g)
         log = certify.log_lipschitz(self.g) if cap is None else cap
         if not log < -1e-9:
             raise NotAContraction(
-                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is invertible for a constant below 1. "
-                "Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a smaller constant."
+                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is "
+                "invertible for a constant below 1. "
+                "Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a "
+                "smaller constant."
             )
         return math.exp(log) * (1 + 1e-15)
 
@@ -116,7 +125,7 @@ class Residual(Bijection):
         return x + self.branch(self._checked(x), context)
 
     def log_det(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """log det J_F(x), by the estimator of this block."""
+        """Log det J_F(x), by the estimator of this block."""
         estimator = self.estimator
         if estimator is None:
             estimator = Exact() if math.prod(x.shape[1:]) <= 64 else Roulette() if self.training else Series(20)
@@ -139,13 +148,16 @@ class Residual(Bijection):
             worst = int(bad[torch.argmax(solution.error_bound[bad])])
             raise NotConverged(
                 f"Residual: {len(bad)} of {len(z)} inverses missed their tolerance; worst is sample {worst}, residual "
-                f"{float(solution.residual[worst]):.3g}, error at most {float(solution.error_bound[worst]):.3g}, asked for "
+                f"{float(solution.residual[worst]):.3g}, error at most "
+                f"{float(solution.error_bound[worst]):.3g}, asked for "
                 f"{float(solution.tolerance[worst]):.3g} ({z.dtype}, {int(solution.evaluations[worst])} evaluations). "
                 "Ask for a larger tolerance, use float64, or take solve() and its flags.",
                 solution,
             )
         wanted = torch.is_grad_enabled() and (
-            z.requires_grad or any(p.requires_grad for p in self.g.parameters()) or (context is not None and context.requires_grad)
+            z.requires_grad
+            or any(p.requires_grad for p in self.g.parameters())
+            or (context is not None and context.requires_grad)
         )
         if not wanted:
             return solution.x
@@ -163,7 +175,9 @@ class Residual(Bijection):
         method: str = "anderson",
         memory: int = 5,
     ) -> Solution:
-        """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss the tolerance."""
+        """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss "
+        "the tolerance.
+        """
         z = self._checked(z).detach()
         c, eps = self.contraction(), torch.finfo(z.dtype).eps
         size = z.flatten(1).double().norm(dim=1)
@@ -173,7 +187,8 @@ class Residual(Bijection):
         asked = 16 * eps * (1 + size) / (1 - c) if tolerance is None else torch.full_like(size, tolerance)
         if tolerance is not None and bool((asked < eps * size / 4).any()):
             raise InputError(
-                f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length {float(size.max()):.3g} is itself "
+                f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length "
+                f"{float(size.max()):.3g} is itself "
                 f"only stored to about {eps * float(size.max()) / 4:.1g}. Ask for more than that, or use float64."
             )
 
@@ -182,7 +197,12 @@ class Residual(Bijection):
 
         with reusing():
             found = solve_fixed_point(
-                g, z, (asked * (1 - c) / 2).to(z.dtype), method=method, memory=memory, max_evaluations=self.max_evaluations
+                g,
+                z,
+                (asked * (1 - c) / 2).to(z.dtype),
+                method=method,
+                memory=memory,
+                max_evaluations=self.max_evaluations,
             )
         residual, rounding = self._residual(found.x, z, context)
         if tolerance is None:
@@ -225,7 +245,7 @@ class Residual(Bijection):
         return Box.outward(box.low + g.low, box.high + g.high)
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        r"""$x = y - g(x)$, and $|x - y| = |g(x)| \le (|g(y_0)| + c\,|y - y_0|)/(1 - c)$ starts a box that $y - g(\cdot)$ then shrinks."""
+        r"""$x = y - g(x)$, and $|g(x)| \le (|g(y_0)| + c\,|y - y_0|)/(1 - c)$ starts a box that $y - g(\cdot)$ then shrinks."""
         if not box.is_bounded:
             return Box.everything(box.shape)
         c = math.exp(self._log_c(box)) * (1 + 1e-15)
@@ -245,7 +265,11 @@ class Residual(Bijection):
 
 
 class _ImplicitInverse(torch.autograd.Function):
-    r"""The gradient of $x = F^{-1}(y)$: with $u$ from $u + J_g^\top u = \partial L/\partial x$, $\partial L/\partial y = u$ and $\partial L/\partial\theta = -u^\top \partial_\theta g$."""
+    r"""The gradient of $x = F^{-1}(y)$.
+
+    With $u$ from $u + J_g^\top u = \partial L/\partial x$ it is $\partial L/\partial y = u$ for the right-hand side, and
+    $-u^\top \partial_\theta g$ for the parameters.
+    """
 
     @staticmethod
     def forward(ctx, block: Residual, x: Tensor, has_context: bool, y: Tensor, *others: Tensor) -> Tensor:
@@ -255,7 +279,7 @@ class _ImplicitInverse(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *others = ctx.saved_tensors
         (grad,) = grads
         block: Residual = ctx.block

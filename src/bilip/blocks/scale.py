@@ -1,6 +1,7 @@
 r"""Scale functions $g > 0$ of affine coupling, as values that know their own suprema.
 
-A bound of a block is read off its scale: `scale.suprema(low, high)` gives the logs of the suprema of $g$, $|g'|$, $1/g$ and $|(1/g)'|$
+A bound of a block is read off its scale: `scale.suprema(low, high)` gives the logs of the suprema of $g$, $|g'|$, $1/g$
+and $|(1/g)'|$
 on an interval of the raw scale $s$, which are the paper's $c_g$, $c_{g'}$, $c_{1/g}$ and $c_{(1/g)'}$.
 """
 
@@ -19,7 +20,17 @@ from torch import Tensor
 from bilip.bounds import Box
 from bilip.errors import InputError
 
-__all__ = ["EXP", "HALF_SIGMOID", "SIGMOID", "ExpScale", "Scale", "SigmoidScale", "Suprema", "TanhExpScale", "scale_from"]
+__all__ = [
+    "EXP",
+    "HALF_SIGMOID",
+    "SIGMOID",
+    "ExpScale",
+    "Scale",
+    "SigmoidScale",
+    "Suprema",
+    "TanhExpScale",
+    "scale_from",
+]
 
 UP = 1 + 1e-13
 
@@ -53,7 +64,7 @@ class Scale(ABC):
 
     @abstractmethod
     def log(self, s: Tensor) -> Tensor:
-        """log g(s), accurate where g(s) underflows."""
+        """Log g(s), accurate where g(s) underflows."""
 
     def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """g(s) and log g(s)."""
@@ -65,7 +76,7 @@ class Scale(ABC):
 
     @abstractmethod
     def floored(self, eps: float) -> Scale:
-        """g + eps."""
+        """G + eps."""
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
@@ -137,7 +148,7 @@ class SigmoidScale(Scale):
         return Suprema.up(value, log_slope(torch.zeros_like(a).clamp(a, b)), reciprocal, reciprocal_slope)
 
     def floored(self, eps: float) -> SigmoidScale:
-        """g + eps: the same function onto (low + eps, high + eps)."""
+        """G + eps: the same function onto (low + eps, high + eps)."""
         return replace(self, low=self.low + _check_eps(eps), high=self.high + eps)
 
 
@@ -167,7 +178,7 @@ class ExpScale(Scale):
         )
 
     def floored(self, eps: float) -> ExpScale:
-        """g + eps."""
+        """G + eps."""
         return ExpScale(self.floor + _check_eps(eps))
 
 
@@ -198,7 +209,8 @@ class TanhExpScale(Scale):
 
     def suprema(self, low: Tensor, high: Tensor) -> Suprema:
         c = self.clamp
-        # With u = tanh s: c (1 - u^2) e^{cu} peaks at u = (sqrt(1 + c^2) - 1) / c, and c (1 - u^2) e^{-cu} at minus that.
+        # With u = tanh s: c (1 - u^2) e^{cu} peaks at u = (sqrt(1 + c^2) - 1) / c, and c (1 - u^2) e^{-cu} at minus
+        # that.
         peak = math.atanh((math.sqrt(1 + c * c) - 1) / c)
 
         def log_slope(sign: int) -> Tensor:
@@ -206,7 +218,12 @@ class TanhExpScale(Scale):
             log_cosh = v.abs() + F.softplus(-2 * v.abs()) - math.log(2)
             return math.log(c) - 2 * log_cosh + sign * c * torch.tanh(v)
 
-        value, reciprocal, slope, reciprocal_slope = c * torch.tanh(high), -c * torch.tanh(low), log_slope(1), log_slope(-1)
+        value, reciprocal, slope, reciprocal_slope = (
+            c * torch.tanh(high),
+            -c * torch.tanh(low),
+            log_slope(1),
+            log_slope(-1),
+        )
         if self.floor:
             floor = torch.full_like(low, math.log(self.floor))
             value, reciprocal = torch.logaddexp(value, floor), -torch.logaddexp(-reciprocal, floor)
@@ -215,7 +232,7 @@ class TanhExpScale(Scale):
         return Suprema.up(value, slope, reciprocal, reciprocal_slope)
 
     def floored(self, eps: float) -> TanhExpScale:
-        """g + eps."""
+        """G + eps."""
         return replace(self, floor=self.floor + _check_eps(eps))
 
 

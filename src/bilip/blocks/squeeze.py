@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.bounds import Box
 from bilip.blocks.bijection import Bijection
+from bilip.bounds import Box
 from bilip.errors import InputError
 
 __all__ = ["Squeeze"]
@@ -50,13 +50,17 @@ class Squeeze(Bijection):
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         f = self.factor
         if len(shape) != 3 or shape[1] % f or shape[2] % f:
-            raise InputError(f"Squeeze(factor={f}): expected images (C, H, W) with H and W divisible by {f}, got {tuple(shape)}.")
+            raise InputError(
+                f"Squeeze(factor={f}): expected images (C, H, W) with H and W divisible by {f}, got {tuple(shape)}."
+            )
         return (shape[0] * f * f, shape[1] // f, shape[2] // f)
 
     def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         f = self.factor
         if len(shape) != 3 or shape[0] % (f * f):
-            raise InputError(f"Squeeze(factor={f}): expected latents (C, H, W) with C divisible by {f * f}, got {tuple(shape)}.")
+            raise InputError(
+                f"Squeeze(factor={f}): expected latents (C, H, W) with C divisible by {f * f}, got {tuple(shape)}."
+            )
         return (shape[0] // (f * f), shape[1] * f, shape[2] * f)
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:

@@ -47,7 +47,9 @@ def _import(target: str) -> object:
     except BilipError:
         raise
     except Exception as error:
-        raise InputError(f"the module {module!r} cannot be imported ({error}). Run bilip where python finds it.") from error
+        raise InputError(
+            f"the module {module!r} cannot be imported ({error}). Run bilip where python finds it."
+        ) from error
     finally:
         sys.path.remove("")
     if not hasattr(found, name):

@@ -16,8 +16,12 @@ __all__ = ["bounds"]
 
 
 def bounds(
-    target: Annotated[str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")],
-    box: Annotated[tuple[float, float] | None, typer.Option(help="Prove bounds for inputs in this box, as in --box -4 4.")] = None,
+    target: Annotated[
+        str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")
+    ],
+    box: Annotated[
+        tuple[float, float] | None, typer.Option(help="Prove bounds for inputs in this box, as in --box -4 4.")
+    ] = None,
     latent: Annotated[tuple[float, float] | None, typer.Option(help="Start from a box of latents instead.")] = None,
     formula: Annotated[str, typer.Option(help="sharp or paper.")] = "sharp",
     out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None,

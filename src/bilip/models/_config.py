@@ -53,7 +53,8 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if not _complete(config):
         raise CheckpointError(
-            f"this {type(model).__name__} was not built by a function of bilip.models, so a file could not say how to build it again. "
+            f"this {type(model).__name__} was not built by a function of bilip.models, so a file could not "
+            "say how to build it again. "
             "Save its weights with safetensors and load them into a model that your own code builds."
         )
     return config  # type: ignore[return-value]
@@ -72,7 +73,9 @@ def build(config: dict[str, Any]) -> nn.Module:
         raise CheckpointError(f"the config {config!r} does not describe a model.")
     name, arguments = config.get("model"), dict(config["arguments"])
     if name not in _BUILDERS:
-        raise CheckpointError(f"the config names the model {name!r}; this version of bilip knows {', '.join(sorted(_BUILDERS))}.")
+        raise CheckpointError(
+            f"the config names the model {name!r}; this version of bilip knows {', '.join(sorted(_BUILDERS))}."
+        )
     if "trunk" in arguments:
         arguments["trunk"] = build(arguments["trunk"])
     try:

@@ -1,6 +1,7 @@
 """Save and load models: a folder with `config.json` and `model.safetensors`.
 
-Loading calls the functions of `bilip.models` that the config names and fills in numbers; nothing in the files is executed.
+Loading calls the functions of `bilip.models` that the config names and fills in numbers; nothing in the files is
+executed.
 """
 
 from __future__ import annotations
@@ -73,15 +74,24 @@ def load(folder: str | Path) -> Any:
     try:
         state: dict[str, Tensor] = safetensors.load(weights.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{weights} does not exist; a checkpoint is a folder with config.json and model.safetensors.") from error
+        raise CheckpointError(
+            f"{weights} does not exist; a checkpoint is a folder with config.json and model.safetensors."
+        ) from error
     except Exception as error:
-        raise CheckpointError(f"{weights} is not a readable safetensors file ({error}). It may be truncated: copy or save it again.") from error
+        raise CheckpointError(
+            f"{weights} is not a readable safetensors file ({error}). It may be truncated: copy or save it again."
+        ) from error
     wanted = model.state_dict()
     missing, extra = sorted(set(wanted) - set(state)), sorted(set(state) - set(wanted))
-    shapes = [f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k].shape)}" for k in wanted if k in state and state[k].shape != wanted[k].shape]
+    shapes = [
+        f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k].shape)}"
+        for k in wanted
+        if k in state and state[k].shape != wanted[k].shape
+    ]
     if missing or extra or shapes:
         raise CheckpointError(
-            f"{weights} does not fit its config: missing {_some(missing)}; unexpected {_some(extra)}; shapes {_some(shapes)}."
+            f"{weights} does not fit its config: missing {_some(missing)}; unexpected {_some(extra)}; shapes "
+            f"{_some(shapes)}."
         )
     floats = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(floats) == 1:
@@ -94,13 +104,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; a checkpoint is a folder with config.json and model.safetensors.") from error
+        raise CheckpointError(
+            f"{path} does not exist; a checkpoint is a folder with config.json and model.safetensors."
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}). It may be truncated: copy or save it again.") from error
+        raise CheckpointError(
+            f"{path} is not readable JSON ({error}). It may be truncated: copy or save it again."
+        ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by bilip: its 'format' is not {FORMAT!r}.")
     if document.get("version") != VERSION:
-        raise CheckpointError(f"{path} has version {document.get('version')!r}; this bilip reads version {VERSION}. Upgrade bilip.")
+        raise CheckpointError(
+            f"{path} has version {document.get('version')!r}; this bilip reads version {VERSION}. Upgrade bilip."
+        )
     return document
 
 
@@ -123,5 +139,3 @@ def _safetensors():
     except ImportError as error:
         raise MissingExtra("saving and loading models needs safetensors: pip install 'bilip[train]'.") from error
     return safetensors.torch
-
-

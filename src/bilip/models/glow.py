@@ -55,12 +55,14 @@ def glow(
         mixing: `"conv1x1"`, `"shuffle"` or `"reverse"`: how channels are mixed between couplings.
         matrix: Kind of the 1x1 convolutions: `"full"`, `"plu"` or `"orthogonal"`.
         factor_out: Let half of the channels leave after each level but the last; the latent is then one flat tensor.
-        learned_prior: With `factor_out`: predict mean and scale of the channels that leave from those that stay, an affine coupling; an
+        learned_prior: With `factor_out`: predict mean and scale of the channels that leave from those that stay, an
+            affine coupling; an
             additive model with it has no global bound.
         actnorm: `"data"`, `"identity"`, or `None` for no ActNorm.
         activation: Activation of the nets.
         context: Channels of a context image at the resolution of the level; only for a single level.
-        lipschitz: Hold the net of every coupling to this certified constant: the paper's global cure for additive models.
+        lipschitz: Hold the net of every coupling to this certified constant: the paper's global cure for additive
+            models.
 
     Example:
         >>> import torch
@@ -77,7 +79,9 @@ def glow(
         raise InputError("context= works with levels=1: the nets of other levels see images of other sizes.")
     shape = tuple(int(n) for n in shape)
     if len(shape) != 3 or any(side % 2**levels for side in shape[1:]):
-        raise InputError(f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2**levels}.")
+        raise InputError(
+            f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2**levels}."
+        )
     scale = scale_from(scale)
 
     def level(channels: int) -> list[Bijection]:

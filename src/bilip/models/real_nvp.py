@@ -57,12 +57,22 @@ def real_nvp(
         seen, moved = (features - first, first) if swap else (first, features - first)
         outputs = moved if coupling == "additive" else 2 * moved
         net = MLP(
-            seen, outputs, hidden=hidden, activation=activation, context=context, zero_init=zero_init, lipschitz=lipschitz
+            seen,
+            outputs,
+            hidden=hidden,
+            activation=activation,
+            context=context,
+            zero_init=zero_init,
+            lipschitz=lipschitz,
         )
         if actnorm:
             chain.append(ActNorm(features))
         split = Split(swap=swap)
-        chain.append(AdditiveCoupling(net, split) if coupling == "additive" else AffineCoupling(net, scale=scale, partition=split))
+        chain.append(
+            AdditiveCoupling(net, split)
+            if coupling == "additive"
+            else AffineCoupling(net, scale=scale, partition=split)
+        )
     return Chain(*chain, shape=(features,))
 
 

@@ -35,7 +35,8 @@ def residual_flow(
     Args:
         shape: Size of a vector, or shape `(C, H, W)` of an image.
         blocks: Number of blocks; for images one number for each scale, such as `(16, 16, 16)`.
-        hidden: Hidden layers of a vector net, `(128, 128, 128, 128)` by default; hidden channels of an image net, 512 by default.
+        hidden: Hidden layers of a vector net, `(128, 128, 128, 128)` by default; hidden channels of an image net,
+            512 by default.
         coefficient: Certified constant c of every residual branch, in (0, 1).
         activation: Activation of the branches.
         actnorm: Put a data-started `ActNorm` before each block; by default for images.
@@ -52,12 +53,15 @@ def residual_flow(
         True
     """
     if not 0 < coefficient < 1:
-        raise InputError(f"residual_flow(coefficient={coefficient}): a residual branch must be held to a constant in (0, 1).")
+        raise InputError(
+            f"residual_flow(coefficient={coefficient}): a residual branch must be held to a constant in (0, 1)."
+        )
     start: list[Bijection] = [] if logit is None else [Logit(logit)]
     if isinstance(shape, int):
         if shape < 1 or not isinstance(blocks, int) or blocks < 1 or squeeze_first or factor_out or dense_blocks:
             raise InputError(
-                f"residual_flow({shape}, blocks={blocks!r}): for vectors give a size and a number of blocks; squeeze_first, factor_out and "
+                f"residual_flow({shape}, blocks={blocks!r}): for vectors give a size and a number of blocks; "
+                "squeeze_first, factor_out and "
                 "dense_blocks are for images."
             )
         sizes = (128,) * 4 if hidden is None else (hidden,) if isinstance(hidden, int) else tuple(hidden)
@@ -73,9 +77,16 @@ def residual_flow(
     scales = (blocks,) if isinstance(blocks, int) else tuple(blocks)
     width = 512 if hidden is None else hidden
     squeezes = len(scales) - 1 + int(squeeze_first)
-    if len(shape) != 3 or min(scales) < 1 or not isinstance(width, int) or any(side % 2**squeezes for side in shape[1:]) or context:
+    if (
+        len(shape) != 3
+        or min(scales) < 1
+        or not isinstance(width, int)
+        or any(side % 2**squeezes for side in shape[1:])
+        or context
+    ):
         raise InputError(
-            f"residual_flow({shape}, blocks={scales}, hidden={width}): expected (C, H, W) with H and W divisible by {2**squeezes}, a number of "
+            f"residual_flow({shape}, blocks={scales}, hidden={width}): expected (C, H, W) with H and W "
+            f"divisible by {2**squeezes}, a number of "
             "blocks for each scale, one hidden size, and no context."
         )
 
@@ -97,7 +108,14 @@ def residual_flow(
         for _ in range(dense_blocks):
             if actnorm is None or actnorm:
                 chain.append(ActNorm(size))
-            chain.append(Residual(_preactivated(MLP(size, size, hidden=(dense_hidden,), activation=activation, lipschitz=coefficient), activation)))
+            chain.append(
+                Residual(
+                    _preactivated(
+                        MLP(size, size, hidden=(dense_hidden,), activation=activation, lipschitz=coefficient),
+                        activation,
+                    )
+                )
+            )
         return chain
 
     def from_scale(k: int, shape: tuple[int, ...]) -> list[Bijection]:
@@ -121,5 +139,8 @@ def _preactivated(net: nn.Module, activation: str) -> nn.Sequential:
     """An activation before the first layer as well; its constant is at most 1 for the activations of residual flows."""
     facts = activations.facts(activations.make(activation))
     if facts is None or facts.lipschitz > 1:
-        raise InputError(f"activation={activation!r} has a Lipschitz constant above 1; use 'scaled_swish', 'elu', 'relu', 'softplus' or 'tanh'.")
+        raise InputError(
+            f"activation={activation!r} has a Lipschitz constant above 1; use 'scaled_swish', 'elu', 'relu', "
+            "'softplus' or 'tanh'."
+        )
     return nn.Sequential(activations.make(activation), net)

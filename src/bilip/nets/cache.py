@@ -60,6 +60,6 @@ class EvalCache:
 
 def is_plain(weight: Tensor) -> bool:
     """Whether values can be read here: not while tracing, transforming, or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -23,7 +23,8 @@ class ConvNet(LayeredNet):
         activation: Name of the activation.
         context: Channels of a context image that is concatenated to the input.
         gain: End in `GainConv2d`, zero at the start; without it the last layer starts as torch's default.
-        lipschitz: Hold the net to this certified constant; its last layer then starts at torch's default and has no gain.
+        lipschitz: Hold the net to this certified constant; its last layer then starts at torch's default and has no
+            gain.
 
     Example:
         >>> import torch
@@ -46,7 +47,8 @@ class ConvNet(LayeredNet):
         super().__init__(in_channels, context, dim=1)
         if min(in_channels, out_channels, hidden) < 1 or context < 0:
             raise InputError(
-                f"ConvNet({in_channels}, {out_channels}, hidden={hidden}, context={context}): every size must be at least 1."
+                f"ConvNet({in_channels}, {out_channels}, hidden={hidden}, context={context}): every size must "
+                "be at least 1."
             )
         self.in_channels, self.out_channels = in_channels, out_channels
         share = certify_share(lipschitz, 3, activation)

@@ -1,6 +1,7 @@
 """Reading a net: which layers it is made of, and what each of them does.
 
-A module is read only if it computes what its class says: no forward hooks, and no subclass that replaces `forward`. Everything else
+A module is read only if it computes what its class says: no forward hooks, and no subclass that replaces `forward`.
+Everything else
 raises `UnknownLipschitz` and can be declared.
 """
 
@@ -44,7 +45,9 @@ class Declared(nn.Module):
     def __init__(self, net: nn.Module, *, lipschitz: float) -> None:
         super().__init__()
         if not (isinstance(lipschitz, (int, float)) and 0 <= lipschitz < math.inf):
-            raise InputError(f"lipschitz={lipschitz!r}: expected a finite number >= 0, an upper bound that you vouch for.")
+            raise InputError(
+                f"lipschitz={lipschitz!r}: expected a finite number >= 0, an upper bound that you vouch for."
+            )
         self.net = net
         self.lipschitz = float(lipschitz)
 
@@ -76,9 +79,13 @@ class LayeredNet(nn.Module):
             return self.layers(x)
         who = type(self).__name__
         if context is None:
-            raise InputError(f"{who} was built with context={self.context}: pass context=, a tensor with {self.context} features.")
+            raise InputError(
+                f"{who} was built with context={self.context}: pass context=, a tensor with {self.context} features."
+            )
         if context.ndim != x.ndim or context.shape[self.dim] != self.context:
-            raise InputError(f"{who} was built with context={self.context}, but the context has shape {tuple(context.shape)}.")
+            raise InputError(
+                f"{who} was built with context={self.context}, but the context has shape {tuple(context.shape)}."
+            )
         return self.layers(torch.cat((x, context), self.dim))
 
     def join(self, box: Box, context: Box | None) -> Box:
@@ -139,10 +146,12 @@ class Affine:
         if mode not in ("zeros", "circular"):
             raise UnknownLipschitz(f"{conv}: padding_mode={mode!r} has no certified norm here. {_DECLARE}")
         if mode == "circular" and (
-            isinstance(padding, str) or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
+            isinstance(padding, str)
+            or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
         ):
             raise UnknownLipschitz(
-                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is not bounded here. "
+                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is "
+                "not bounded here. "
                 f"Use padding = dilation * (kernel_size - 1) // 2. {_DECLARE}"
             )
         if weight[0, 0].numel() == 1 and groups == 1:
@@ -255,7 +264,7 @@ def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 def is_plain_flatten(layer: nn.Module) -> bool:
     """Whether a module flattens whole samples."""
-    return is_plain(layer, nn.Flatten) and layer.start_dim == 1 and layer.end_dim == -1
+    return is_plain(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)
 
 
 def hooked(layer: nn.Module) -> bool:
@@ -276,7 +285,8 @@ def unknown(layer: nn.Module) -> UnknownLipschitz:
     why = "has hooks that may change what it computes" if hooked(layer) else "is not a layer whose constant is known"
     return UnknownLipschitz(
         f"{type(layer).__name__} {why}, so its Lipschitz constant cannot be proved. {_DECLARE} "
-        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of bilip.nets.activations."
+        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of "
+        "bilip.nets.activations."
     )
 
 

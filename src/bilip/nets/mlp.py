@@ -22,7 +22,8 @@ class MLP(LayeredNet):
         out_features: Size of the output.
         hidden: Sizes of the hidden layers.
         activation: Name of the activation (`bilip.nets.activations.make`).
-        context: Size of a context vector that is concatenated to the input; its constant is with respect to the input alone.
+        context: Size of a context vector that is concatenated to the input; its constant is with respect to the
+            input alone.
         zero_init: Start the last layer at zero, so that a coupling block starts as the identity.
         lipschitz: Hold the net to this certified constant, shared equally among its layers.
 
@@ -48,7 +49,8 @@ class MLP(LayeredNet):
         super().__init__(in_features, context, dim=-1)
         if min(in_features, out_features, *hidden, 1) < 1 or context < 0:
             raise InputError(
-                f"MLP({in_features}, {out_features}, hidden={tuple(hidden)}, context={context}): every size must be at least 1."
+                f"MLP({in_features}, {out_features}, hidden={tuple(hidden)}, context={context}): every size "
+                "must be at least 1."
             )
         self.in_features, self.out_features = in_features, out_features
         sizes = [in_features + context, *hidden, out_features]

@@ -1,10 +1,13 @@
 r"""Linear and convolution layers whose operator norm is held at or below a coefficient, as certified.
 
-The weight that acts is $W \cdot \min(1, c / \bar\sigma(W))$ with $\bar\sigma(W) \ge \|W\|_2$ a certified upper bound that is
-recomputed, in float64, from the present weight; no state of a power iteration can lag behind it. The bound is differentiable,
+The weight that acts is $W \cdot \min(1, c / \bar\sigma(W))$ with $\bar\sigma(W) \ge \|W\|_2$ a certified upper bound
+that is
+recomputed, in float64, from the present weight; no state of a power iteration can lag behind it. The bound is
+differentiable,
 so the coefficient also holds during training.
 
-`torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be several times
+`torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be
+several times
 smaller than the convolution's, and it approaches that norm from below.
 """
 
