@@ -16,12 +16,14 @@ MODELS = {
     "orthogonal": lambda: models.glow((3, 8, 8), levels=1, blocks=1, hidden=4, matrix="orthogonal"),
     "double": lambda: models.real_nvp(4, blocks=2).double(),
     "classifier": lambda: models.classifier(models.glow((3, 8, 8), levels=1, blocks=1, hidden=4)),
+    "residual_flow": lambda: models.residual_flow(4, blocks=2, hidden=(8,), actnorm=True),
+    "residual images": lambda: models.residual_flow((3, 8, 8), blocks=(1, 1), hidden=4, factor_out=True),
     "flow": lambda: Flow(models.real_nvp(4, blocks=2, lipschitz=0.5)),
 }
 
 
 def batch(name):
-    x = torch.randn(8, 4) if name in ("real_nvp", "double", "flow") else torch.randn(8, 3, 8, 8)
+    x = torch.randn(8, 4) if name in ("real_nvp", "double", "flow", "residual_flow") else torch.randn(8, 3, 8, 8)
     return x.double() if name == "double" else x
 
 

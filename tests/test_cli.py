@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
         "def additive():\n    return bilip.models.real_nvp(4, blocks=3, coupling='additive')\n"
         "def affine():\n    return bilip.Flow(bilip.models.real_nvp(4, blocks=3))\n"
         "def nothing():\n    return 3\n"
+        "def residual():\n    return bilip.models.residual_flow(2, blocks=2, hidden=(8,), coefficient=0.5)\n"
         "def broken():\n    return 1 / 0\n"
     )
     models.save(models.real_nvp(4, blocks=3, coupling="additive"), path / "saved")
@@ -31,6 +32,12 @@ def test_global_bounds_of_a_function_and_of_a_checkpoint(folder):
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("AdditiveCoupling") == 3
         assert "total F" in result.stdout
+
+
+def test_bounds_of_a_residual_flow(folder):
+    result = run("bounds", "mine:residual", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Residual") == 2
 
 
 def test_boxes_formulas_and_json(folder):

@@ -24,6 +24,7 @@ NO_EXAMPLE = {
     "log_sum",
     "activations",
     "load",
+    "Solution",
     "facts",
 }
 

@@ -93,7 +93,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Geometric:
-    """N further terms with probability p (1 - p)^N; the variance is finite if c^2 < 1 - p."""
+    """N further terms with probability p (1 - p)^N; the variance is finite if c^2 < 1 - p.
+
+    Example:
+        >>> Geometric(0.5).at_least(3)
+        0.125
+    """
 
     p: float = 0.5
 
@@ -122,6 +127,10 @@ class Poisson:
     Its tail falls faster than any power, so the weights 1 / P(N >= k) of late terms outgrow $c^k$: the estimate is
     unbiased but has
     heavy tails, and averages of it converge slowly. Prefer more exact terms, or `Geometric` with $c^2 < 1 - p$.
+
+    Example:
+        >>> round(Poisson(2.0).at_least(1), 4)
+        0.8647
     """
 
     rate: float = 2.0
