@@ -211,3 +211,24 @@ def test_bad_input():
         conv_norm(torch.ones(1, 1, 3, 3), method="magic")
     with pytest.raises(InputError, match="coefficient=0"):
         HeldLinear(2, 2, coefficient=0)
+
+
+def test_a_held_convolution_keeps_little_for_its_backward_pass():
+    """The frequencies and iterations of its norm are not among what autograd keeps."""
+    layer = HeldConv2d(32, 32, 3, coefficient=0.5)
+    kept = {}
+
+    def pack(t):
+        kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer.held_weight().sum()
+    assert sum(kept.values()) < 8 * layer.weight.numel() * layer.weight.element_size()
+
+
+def test_a_zero_weight_has_finite_gradients():
+    layer = HeldLinear(3, 3, coefficient=0.5)
+    torch.nn.init.zeros_(layer.weight)
+    layer(torch.ones(2, 3)).sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()

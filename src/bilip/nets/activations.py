@@ -58,7 +58,11 @@ class Facts:
     def enclose(self, box: Box) -> Box:
         """The image of a box."""
         low, high = self.interval(box.low, box.high)
-        return Box.outward(low, high, 1e-14 * torch.maximum(low.abs(), high.abs()).nan_to_num(0.0, 0.0, 0.0))
+        # Relative to the value, and to the input: GELU and swish cancel far on the left.
+        sizes = (
+            torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0) for a, b in ((low, high), (box.low, box.high))
+        )
+        return Box.outward(low, high, 1e-14 * next(sizes) + 1e-15 * next(sizes))
 
 
 def _monotone(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -125,7 +125,8 @@ def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
     # kernel's operator norm by at most sqrt(taps) times that. Certifying again may add the slack of the bound itself.
     entries = math.sqrt(weight.shape[0] * weight[0].numel())
     target = coefficient * (1 - entries * torch.finfo(weight.dtype).eps - 1e-8)
-    return (weight * torch.clamp(target / bound, max=1.0)).to(weight.dtype)
+    limit = torch.full_like(bound, target)
+    return (weight * (limit / torch.maximum(bound, limit))).to(weight.dtype)  # exactly 1 where nothing is to be shrunk
 
 
 def _check_coefficient(coefficient: float) -> float:
