@@ -69,8 +69,9 @@ def smallest_singular_value(weight: Tensor) -> float:
 def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
     r"""Certified upper bound on $\max_i \|A_i\|_2$ over a batch of real or complex matrices, differentiable once.
 
-    The bound is the Schatten norm $\|A\|_p$ with $p = 2^{t+1}$. Its gradient is $G = A (A^* A)^{p/2 - 1} / \|A\|_p^{p-1}$, and $\langle G, A \rangle = \|A\|_p$, so
-    one inner product with a constant $G$ carries the gradient and no iteration is kept for the backward pass.
+    The bound is the Schatten norm $\|A\|_p$ with $p = 2^{t+1}$. Its gradient $G$ is a multiple of $A (A^* A)^{p/2 - 1}$, and the
+    inner product of $G$ and $A$ is the norm itself, so that one product with a constant $G$ carries the gradient and no iteration
+    is kept for the backward pass. Second derivatives of the norm are not carried.
 
     Example:
         >>> a = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
@@ -82,7 +83,7 @@ def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
     rank, tiny = tall.shape[-1], torch.finfo(tall.real.dtype).tiny
 
     def halved(a: Tensor) -> tuple[Tensor, Tensor]:
-        """a over its size, and the size."""
+        """Divide by the size, and return it too."""
         size = torch.linalg.matrix_norm(a).clamp_min(tiny)
         return a / size[..., None, None], size
 
