@@ -14,7 +14,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
 
 soak: $(READY)
-	$(BIN)/python benchmarks/tightness.py --seeds 3 --points 16 --steps 12 --out results/soundness/soak.json
+	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
+from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.bounds import Box, log_of, log_sum, log_triangular_norm
@@ -51,11 +51,7 @@ class AdditiveCoupling(Bijection):
         return shift
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.check(x)
-        parameter = first_parameter(self.t)
-        if parameter is not None:
-            self.check_like(x, parameter)
-        return self.partition.split(x)
+        return self.partition.split(self.check_net(x, self.t))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         x1, x2 = self._split(x)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bilip.blocks._nets import call, first_parameter, require_module, require_shape, takes_context
+from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.blocks.scale import SIGMOID, Scale, scale_from
@@ -86,11 +86,7 @@ class AffineCoupling(Bijection):
         return shift, raw
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.check(x)
-        parameter = first_parameter(self.t)
-        if parameter is not None:
-            self.check_like(x, parameter)
-        return self.partition.split(x)
+        return self.partition.split(self.check_net(x, self.t))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         x1, x2 = self._split(x)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from bilip.blocks._nets import first_parameter
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters
@@ -252,6 +253,14 @@ class Bijection(nn.Module):
             raise InputError(
                 f"{who}: expected {features} features along dimension {dim}, got an input of shape {tuple(x.shape)}."
             )
+
+    def check_net(self, x: Tensor, net: nn.Module) -> Tensor:
+        """Return `x`, or raise an `InputError` unless it is a batch of floats that fits the parameters of a net."""
+        self.check(x)
+        parameter = first_parameter(net)
+        if parameter is not None:
+            self.check_like(x, parameter)
+        return x
 
     def check_like(self, x: Tensor, parameter: Tensor) -> None:
         """Raise an `InputError` unless `x` has the dtype and device of a parameter."""

@@ -108,24 +108,17 @@ class NeuralODE(Bijection):
             )
         return end
 
-    def _checked(self, x: Tensor) -> Tensor:
-        self.check(x)
-        parameter = next(self.f.parameters(), None)
-        if parameter is not None:
-            self.check_like(x, parameter)
-        return x
-
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._integrate(self._checked(x), lambda t, v: self.field(t, v, context), backward=False)
+        return self._integrate(self.check_net(x, self.f), lambda t, v: self.field(t, v, context), backward=False)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._integrate(self._checked(z), lambda t, v: self.field(t, v, context), backward=True)
+        return self._integrate(self.check_net(z, self.f), lambda t, v: self.field(t, v, context), backward=True)
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._with_trace(self._checked(x), context, backward=False)
+        return self._with_trace(self.check_net(x, self.f), context, backward=False)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._with_trace(self._checked(z), context, backward=True)
+        return self._with_trace(self.check_net(z, self.f), context, backward=True)
 
     def _with_trace(self, x: Tensor, context: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
         """Integrate the state and the trace of the Jacobian together."""

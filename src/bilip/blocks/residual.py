@@ -114,15 +114,8 @@ class Residual(Bijection):
         require_shape("Residual", "g(x)", value, x)
         return value
 
-    def _checked(self, x: Tensor) -> Tensor:
-        self.check(x)
-        parameter = next(self.g.parameters(), None)
-        if parameter is not None:
-            self.check_like(x, parameter)
-        return x
-
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return x + self.branch(self._checked(x), context)
+        return x + self.branch(self.check_net(x, self.g), context)
 
     def log_det(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Log det J_F(x), by the estimator of this block."""
@@ -178,7 +171,7 @@ class Residual(Bijection):
         """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss "
         "the tolerance.
         """
-        z = self._checked(z).detach()
+        z = self.check_net(z, self.g).detach()
         c, eps = self.contraction(), torch.finfo(z.dtype).eps
         size = z.flatten(1).double().norm(dim=1)
         tolerance = self.tolerance if tolerance is None else tolerance
@@ -221,7 +214,7 @@ class Residual(Bijection):
         """`steps` plain iterations x <- z - g(x) from x = z, differentiated by plain autograd."""
         if steps < 1:
             raise InputError(f"unrolled_inverse(steps={steps}): expected 1 or more.")
-        x = self._checked(z)
+        x = self.check_net(z, self.g)
         for _ in range(steps):
             x = z - self.branch(x, context)
         return x
