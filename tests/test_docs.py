@@ -22,6 +22,7 @@ NO_EXAMPLE = {
     "as_float64",
     "log_of",
     "log_sum",
+    "log_product",
     "activations",
     "load",
     "Solution",

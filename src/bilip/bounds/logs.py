@@ -1,0 +1,75 @@
+"""Constants as logarithms, rounded up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["EPS", "INF", "as_float64", "log_norm", "log_of", "log_product", "log_sum", "log_triangular_norm"]
+
+EPS = 2.0**-52
+INF = math.inf
+
+
+def as_float64(value: object) -> Tensor:
+    """A detached float64 copy on the CPU, where all proofs are computed."""
+    return torch.as_tensor(value, dtype=torch.float64).detach().to("cpu")
+
+
+def log_of(value: float) -> float:
+    """Natural logarithm of a non-negative number, rounded up; `log_of(0)` is `-inf`."""
+    if value <= 0:
+        return -INF
+    log = math.log(value) if value < INF else INF
+    return log + 2 * EPS * (1 + abs(log))
+
+
+def log_sum(*logs: float) -> float:
+    r"""$\log \sum_i e^{l_i}$, rounded up."""
+    top = max(logs)
+    if math.isinf(top):
+        return top
+    log = top + math.log(sum(math.exp(term - top) for term in logs))
+    return log + 8 * EPS * (1 + abs(log))
+
+
+def log_product(*logs: float) -> float:
+    """The logarithm of a product of constants, rounded up; a factor of zero makes it zero."""
+    if -INF in logs:
+        return -INF
+    log = sum(logs)
+    return log + EPS * (1 + len(logs) * sum(map(abs, logs))) if log < INF else INF
+
+
+def log_triangular_norm(log_off_diagonal: float, log_diagonal: float) -> float:
+    r"""Log of the spectral norm of $\begin{pmatrix} 1 & 0 \\ m & d \end{pmatrix}$, given $\log m$ and $\log d$, rounded up.
+
+    The Jacobian of every coupling block has this block structure, so the norm of the matrix of block norms bounds
+    it. With $d = 1$ the norm is $(m + \sqrt{m^2 + 4}) / 2$.
+
+    Example:
+        >>> round(math.exp(log_triangular_norm(math.log(1.5), 0.0)), 6)
+        2.0
+    """
+    top = max(0.0, log_off_diagonal, log_diagonal)
+    if top == INF:
+        return INF
+    one, m, d = (math.exp(log - top) for log in (0.0, log_off_diagonal, log_diagonal))
+    # The larger root of q^2 - (1 + m^2 + d^2) q + d^2, with its discriminant in a form that cannot cancel.
+    root = math.sqrt(((one + d) ** 2 + m**2) * ((one - d) ** 2 + m**2))
+    squared = (one**2 + m**2 + d**2 + root) / 2
+    log = top + math.log(squared) / 2
+    return log + 16 * EPS * (1 + abs(log))
+
+
+def log_norm(vector: Tensor) -> float:
+    """Log of the Euclidean norm of a float64 tensor, rounded up; safe from overflow."""
+    if vector.numel() == 0:
+        return -INF
+    top = float(vector.abs().max())
+    if top == 0 or math.isinf(top) or math.isnan(top):
+        return -INF if top == 0 else INF
+    scaled = float((vector / top).square().sum().sqrt())
+    return log_of(top) + log_of(scaled * (1 + vector.numel() * EPS))
