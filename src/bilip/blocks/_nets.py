@@ -21,6 +21,12 @@ def require_module(owner: str, name: str, net: object) -> nn.Module:
         raise InputError(
             f"{owner}: {name} must be an nn.Module, got {type(net).__name__}. Wrap a function in a module."
         )
+    first = next((m for m in net.modules() if not m._modules), None)
+    if getattr(first, "inplace", False):
+        raise InputError(
+            f"{owner}: the first layer of {name}, {first}, works in place and would overwrite the input of the block. "
+            "Build it with inplace=False."
+        )
     return net
 
 

@@ -128,7 +128,10 @@ class ActNorm(Bijection):
 
     def _exact(self, box: Box) -> tuple[Tensor, Tensor]:
         shape = [1] * len(box.shape)
-        shape[self.dim - 1 if self.dim > 0 else self.dim] = -1
+        axis = self.dim - 1 if self.dim > 0 else self.dim
+        if box.shape[axis] != self.features:
+            raise InputError(f"{self}: a box of shape {box.shape} does not have {self.features} features.")
+        shape[axis] = -1
         return as_float64(self.bias).view(shape), as_float64(self.log_scale).exp().view(shape)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:

@@ -137,7 +137,9 @@ class AffineCoupling(Bijection):
                 log_product(reciprocal, log_t),
             )
             return log_sum(max(0.0, reciprocal), off)
-        size = torch.maximum((moved.low - shift.high).abs(), (moved.high - shift.low).abs()).nan_to_num(math.inf)
+        size = torch.maximum((moved.low - shift.high).abs(), (moved.high - shift.low).abs()).nan_to_num(
+            math.inf, math.inf
+        )
         grip = _log_grip(size, sup.reciprocal_slope)
         off = self._off_diagonal(part, log_t, log_s, grip, reciprocal)
         return log_triangular_norm(off, reciprocal)

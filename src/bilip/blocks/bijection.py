@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,25 +117,35 @@ class Bijection(nn.Module):
         if domain is not None and latent is not None:
             raise InputError("bounds: give a domain or a latent box, not both.")
         self._require_finite()
-        with torch.no_grad(), remembering():
-            if latent is None:
-                box = self._shaped(self.natural_domain() if domain is None else domain, self.shape)
-                step = self.advance(Reach.start(box), context, formula)
-                return self._result(step, box, step.reach.box, "domain", formula)
-            box = self._shaped(latent, None if self.shape is None else self.out_shape(self.shape))
-            step = self.retreat(Reach.start(box), context, formula)
-            return self._result(step, box, step.reach.box, "domain", formula).swap()
+        if latent is None:
+            box = self._shaped(self.natural_domain() if domain is None else domain, self.shape)
+            step = self._prove(self.advance, box, context, formula)
+            return self._result(step, box, step.reach.box, "domain", formula)
+        box = self._shaped(latent, None if self.shape is None else self.out_shape(self.shape))
+        step = self._prove(self.retreat, box, context, formula)
+        return self._result(step, box, step.reach.box, "domain", formula).swap()
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F(box): the interval image cut with a ball around the image of the centre."""
-        with torch.no_grad(), remembering():
-            return self.advance(Reach.start(self._shaped(box, self.shape)), context, "sharp").reach.box
+        return self._prove(self.advance, self._shaped(box, self.shape), context, "sharp").reach.box
 
     def enclose_inverse(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F^-1(box), likewise."""
         shape = None if self.shape is None else self.out_shape(self.shape)
-        with torch.no_grad(), remembering():
-            return self.retreat(Reach.start(self._shaped(box, shape)), context, "sharp").reach.box
+        return self._prove(self.retreat, self._shaped(box, shape), context, "sharp").reach.box
+
+    def _prove(self, act: Callable[..., Step], box: Box, context: Box | None, formula: str) -> Step:
+        try:
+            with torch.no_grad(), remembering():
+                return act(Reach.start(box), context, formula)
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, BilipError):
+                raise
+            raise InputError(
+                f"{type(self).__name__}: a box of shape {box.shape}"
+                + (f" with a context of shape {context.shape}" if context is not None else "")
+                + f" does not fit ({error}). Give the box the shape of one sample."
+            ) from error
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
         """One step of a proof: bound F on the set that reaches this block, enclose its image, bound F^-1 there."""

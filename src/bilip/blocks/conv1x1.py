@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, log_of
-from bilip.errors import InputError
+from bilip.errors import InputError, NoGlobalBound
 from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
 
@@ -65,7 +65,8 @@ class InvertibleConv1x1(Bijection):
         else:
             self.weight = nn.Parameter(start.float())
             if kind == "orthogonal":
-                nn.utils.parametrizations.orthogonal(self, "weight")
+                # Without trivialization the matrix is orthogonal to the precision of whatever dtype the block is moved to.
+                nn.utils.parametrizations.orthogonal(self, "weight", "matrix_exp", use_trivialization=False)
         self.volume_preserving = kind == "orthogonal"
         self._cache = EvalCache()
 
@@ -89,7 +90,12 @@ class InvertibleConv1x1(Bijection):
             return self.weight.mT
         if self.kind == "full":
             return self._cache.get(self, self.weight, invert)
-        return self._cache.get(self, torch.cat((self.lower, self.upper, self.log_diagonal[None])), self._invert_plu)
+        return self._cache.get(self, self._plu_key(), self._invert_plu)
+
+    def _plu_key(self) -> Tensor:
+        """Everything that the inverse depends on."""
+        fixed = torch.stack((self.sign, self.permutation.to(self.sign.dtype)))
+        return torch.cat((self.lower, self.upper, self.log_diagonal[None], fixed.to(self.lower.dtype)))
 
     def _invert_plu(self, parameters: Tensor) -> Tensor:
         lower, upper = self._factors(torch.float64)
@@ -135,7 +141,12 @@ class InvertibleConv1x1(Bijection):
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         smallest = smallest_singular_value(self.matrix(torch.float64))
-        return -math.log(smallest) + 1e-15 * (1 + abs(math.log(smallest))) if smallest else math.inf
+        if not smallest:
+            raise NoGlobalBound(
+                f"{self}: the matrix is singular to working precision, so the block has no inverse and no bound on one. "
+                "Use kind='plu' or kind='orthogonal', which cannot become singular, or load an earlier checkpoint."
+            )
+        return -math.log(smallest) + 1e-15 * (1 + abs(math.log(smallest)))
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         return _apply(as_float64(self.matrix(torch.float64)), box)

@@ -85,7 +85,10 @@ class DiagonalScaling(Bijection):
         if self.dim is None:
             return diagonal
         shape = [1] * len(box.shape)
-        shape[self.dim - 1 if self.dim > 0 else self.dim] = -1
+        axis = self.dim - 1 if self.dim > 0 else self.dim
+        if box.shape[axis] != len(diagonal):
+            raise InputError(f"DiagonalScaling: a box of shape {box.shape} does not have {len(diagonal)} features.")
+        shape[axis] = -1
         return diagonal.view(shape)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:

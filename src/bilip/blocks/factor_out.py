@@ -102,12 +102,12 @@ class FactorOut(Bijection):
     # ---- proofs: the inner proof on the channels that remain
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._prove(reach, context, formula, name, backward=False)
+        return self._inner_proof(reach, context, formula, name, backward=False)
 
     def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._prove(reach, context, formula, name, backward=True)
+        return self._inner_proof(reach, context, formula, name, backward=True)
 
-    def _prove(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
+    def _inner_proof(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
         split = self._split_latent if backward else self._split
         act = self.inner.retreat if backward else self.inner.advance
         entered = self.kept_shape if not backward else self.inner_latent

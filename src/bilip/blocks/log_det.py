@@ -57,8 +57,8 @@ class Exact:
         size = math.prod(x.shape[1:])
         basis = torch.eye(size, dtype=x.dtype, device=x.device).view(size, 1, *x.shape[1:]).expand(size, *x.shape)
         wants_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x if x.requires_grad else x.detach().clone().requires_grad_()
             rows = torch.autograd.grad(g(x), x, basis, create_graph=wants_graph, is_grads_batched=True)[0]
         jacobian = rows.flatten(2).movedim(0, 1)
         return torch.linalg.slogdet(torch.eye(size, dtype=x.dtype, device=x.device) + jacobian)[1]
@@ -206,8 +206,8 @@ def probes(x: Tensor, samples: int | None) -> Tensor:
 def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> Tensor:
     r"""$\sum_k w_k \frac{(-1)^{k+1}}{k}\, v^\top J^k v$, averaged over the probes, with the Neumann-series gradient."""
     wants_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        inner = x if x.requires_grad else x.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        inner = x if x.requires_grad else x.detach().clone().requires_grad_()
         value = g(inner)
 
         def pull(u: Tensor, graph: bool = False) -> Tensor:  # u^T J

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.reach import Reach, Step
-from bilip.bounds import Box, log_of
+from bilip.bounds import EPS, Box, log_of
 from bilip.errors import InputError
 
 __all__ = ["Logit"]
@@ -72,7 +72,7 @@ class Logit(Bijection):
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         # (1 - 2a) / (p (1 - p)) is convex, so largest at an end.
         p = self._probabilities(box)
-        narrowest = min(float((end * (1 - end)).min()) for end in (p.low, p.high))
+        narrowest = min(float((end * (1 - end)).min()) for end in (p.low, p.high)) - 8 * EPS  # p itself is rounded
         return log_of((1 - 2 * self.alpha) / narrowest * (1 + 1e-13)) if narrowest > 0 else math.inf
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:

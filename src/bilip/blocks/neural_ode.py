@@ -128,8 +128,8 @@ class NeuralODE(Bijection):
         wants_graph = torch.is_grad_enabled()
 
         def augmented(t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            with torch.enable_grad():
-                v = state[0] if state[0].requires_grad else state[0].detach().requires_grad_()
+            with torch.inference_mode(False), torch.enable_grad():
+                v = state[0] if state[0].requires_grad else state[0].detach().clone().requires_grad_()
                 value = self.field(t, v, context)
                 rate = _trace(value, v, probe, wants_graph)
             return (value, rate) if wants_graph else (value.detach(), rate.detach())
@@ -167,16 +167,16 @@ class NeuralODE(Bijection):
         r"""$|x(t) - x_0| \le \sup_t |f(x_0, t)|\,(e^{Lt} - 1)/L$ for the centre, and $e^{LT}$ times the radius around it."""
         if not box.is_bounded:
             return Box.everything(box.shape)
-        field = certify.enclose(self.f, Box.point(box.center), self._clock(context))
+        field = certify.enclose(self.f, Box.point(box.center), self._clock(box, context))
         if not field.is_bounded:
             return Box.everything(box.shape)
         speed = log_of(float(torch.maximum(field.low.abs(), field.high.abs()).norm()) * (1 + 1e-13))
         log = certify.log_lipschitz(self.f, box.shape or None)
         lip = math.exp(min(log, 700.0))
+        if lip * self.time > 700:
+            return Box.everything(box.shape)
         stretch = (
-            log_of(math.expm1(min(lip * self.time, 700.0)) / lip * (1 + 1e-13))
-            if lip > 1e-12
-            else log_of(self.time * (1 + 1e-9))
+            log_of(math.expm1(lip * self.time) / lip * (1 + 1e-13)) if lip > 1e-12 else log_of(self.time * (1 + 1e-9))
         )
         logs = (log_product(speed, stretch), log_product(self._log(box), box.log_radius))
         if max(logs) > 700:
@@ -186,13 +186,17 @@ class NeuralODE(Bijection):
 
     interval_inverse = interval
 
-    def _clock(self, context: Box | None) -> Box | None:
+    def _clock(self, box: Box, context: Box | None) -> Box | None:
+        """The box of time and context, in the shape that the net sees beside one sample of this box."""
         if not self._timed:
             return None
-        clock = Box(0.0, self.time, shape=(1,))
-        if context is None:
-            return clock if getattr(self.f, "context", 1) == 1 else None
-        return Box(torch.cat((clock.low, context.low)), torch.cat((clock.high, context.high)))
+        features = int(getattr(self.f, "context", 1))
+        shape = (features, *box.shape[1:])
+        times = Box(0.0, self.time, shape=(1, *box.shape[1:]))
+        if features == 1:
+            return times
+        rest = (Box.everything() if context is None else context).expand((features - 1, *box.shape[1:]))
+        return Box(torch.cat((times.low, rest.low)), torch.cat((times.high, rest.high))).expand(shape)
 
     def extra_repr(self) -> str:
         return (

@@ -154,9 +154,9 @@ class Residual(Bijection):
         )
         if not wanted:
             return solution.x
-        parameters = [p for p in self.g.parameters() if p.requires_grad]
+        named = {name: p for name, p in self.g.named_parameters() if p.requires_grad}
         extra = [] if context is None else [context]
-        return _ImplicitInverse.apply(self, solution.x, context is not None, z, *extra, *parameters)  # type: ignore[return-value]
+        return _ImplicitInverse.apply(self, solution.x, tuple(named), z, *extra, *named.values())  # type: ignore[return-value]
 
     @torch.no_grad()
     def solve(
@@ -242,14 +242,14 @@ class Residual(Bijection):
         if not box.is_bounded:
             return Box.everything(box.shape)
         c = math.exp(self._log_c(box)) * (1 + 1e-15)
-        if c >= 1:
+        if c >= 1 or box.log_radius > 700:
             return Box.everything(box.shape)
         given = context if self._context else None
         at_center = certify.enclose(self.g, Box.point(box.center), given)
         if not at_center.is_bounded:
             return Box.everything(box.shape)
         value = float(torch.maximum(at_center.low.abs(), at_center.high.abs()).norm())
-        reach = (value + c * math.exp(min(box.log_radius, 700.0))) / (1 - c) * (1 + 1e-12)
+        reach = (value + c * math.exp(box.log_radius)) / (1 - c) * (1 + 1e-12)
         found = Box.outward(box.low - reach, box.high + reach)
         for _ in range(8):
             g = certify.ball_and_interval(self.g, found, given)
@@ -265,8 +265,8 @@ class _ImplicitInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, block: Residual, x: Tensor, has_context: bool, y: Tensor, *others: Tensor) -> Tensor:
-        ctx.block, ctx.has_context = block, has_context
+    def forward(ctx, block: Residual, x: Tensor, names: tuple[str, ...], y: Tensor, *others: Tensor) -> Tensor:
+        ctx.block, ctx.names = block, names
         ctx.save_for_backward(x, *others)
         return x.clone()
 
@@ -276,10 +276,13 @@ class _ImplicitInverse(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         (grad,) = grads
         block: Residual = ctx.block
-        context = others[0] if ctx.has_context else None
+        context = others[0] if len(others) > len(ctx.names) else None
+        # The parameters of the forward pass, which torch.func.functional_call may have lent to the block.
+        parameters = dict(zip(ctx.names, others[len(others) - len(ctx.names) :], strict=True))
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
-            value = block.branch(inner, context)
+            given = (inner, context) if context is not None and block._context else (inner,)
+            value = torch.func.functional_call(block.g, parameters, given)
 
         def pull(u: Tensor, rows: Tensor) -> Tensor:
             whole = torch.zeros_like(value).index_copy(0, rows, u)

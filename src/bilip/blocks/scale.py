@@ -80,7 +80,7 @@ class Scale(ABC):
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
-        return Box(self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf) * UP)
+        return Box(self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP)
 
     def spec(self) -> dict[str, float | str]:
         """Class and numbers, for a JSON config; `scale_from` reads it back."""

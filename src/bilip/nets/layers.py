@@ -188,7 +188,7 @@ class Affine:
         error = min(self.cap, gross) * error + (self.weight[0].numel() + 4) * EPS * gross * value.flatten(1).norm(dim=1)
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            spread = float(self.bias.norm()) * math.sqrt(image[0].numel() / len(self.bias))
+            spread = float(self.bias.norm()) * math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
             error = error + 2 * EPS * (image.flatten(1).norm(dim=1) + spread)
         return image, error
 
@@ -251,7 +251,7 @@ def affine_layer(layer: nn.Module, *, move: bool = True) -> Affine | None:
 def flatten(net: nn.Module) -> list[nn.Module]:
     """The layers of a net in order: `nn.Sequential` and nets without context unrolled."""
     if is_plain(net, nn.Sequential):
-        return [layer for child in net.children() for layer in flatten(child)]
+        return [layer for child in net._modules.values() for layer in flatten(child)]  # type: ignore[arg-type]  # repeats count
     if is_plain(net, LayeredNet) and not net.context:
         return flatten(net.layers)  # type: ignore[arg-type]
     return [net]
@@ -259,7 +259,10 @@ def flatten(net: nn.Module) -> list[nn.Module]:
 
 def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module computes what the class `kind` computes: its own `forward`, and no hooks."""
-    return isinstance(layer, kind) and type(layer).forward is kind.forward and not hooked(layer)
+    if not isinstance(layer, kind) or hooked(layer) or "forward" in layer.__dict__:
+        return False
+    parts = ("forward", "_conv_forward", "__iter__")  # what torch's forward methods call in turn
+    return all(getattr(type(layer), part, None) is getattr(kind, part, None) for part in parts)
 
 
 def is_plain_flatten(layer: nn.Module) -> bool:

@@ -46,10 +46,12 @@ class HeldLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, coefficient: float, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
         self.coefficient = _check_coefficient(coefficient)
-        self._cache = EvalCache()
+        self._cache, self._held_to = EvalCache(), self.coefficient
 
     def held_weight(self) -> Tensor:
         """The weight that acts."""
+        if self._held_to != self.coefficient:
+            self._cache, self._held_to = EvalCache(), self.coefficient
         return self._cache.get(self, self.weight, self._hold)
 
     def _hold(self, weight: Tensor) -> Tensor:
@@ -98,10 +100,12 @@ class HeldConv2d(nn.Conv2d):
         padding = kernel_size // 2 if padding is None else padding
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.coefficient = _check_coefficient(coefficient)
-        self._cache = EvalCache()
+        self._cache, self._held_to = EvalCache(), self.coefficient
 
     def held_weight(self) -> Tensor:
         """The kernel that acts."""
+        if self._held_to != self.coefficient:
+            self._cache, self._held_to = EvalCache(), self.coefficient
         return self._cache.get(self, self.weight, self._hold)
 
     def _hold(self, weight: Tensor) -> Tensor:
@@ -121,10 +125,10 @@ class HeldConv2d(nn.Conv2d):
 
 
 def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
-    # Rounding each entry of the result moves the norm by at most eps/2 * ||W||_F <= eps/2 * sqrt(rank) * ||W||_2, and a
-    # kernel's operator norm by at most sqrt(taps) times that. Certifying again may add the slack of the bound itself.
+    # Rounding factor and product moves each entry by at most eps of itself, hence the norm by at most eps * ||W||_F, times sqrt(taps)
+    # for a kernel: eps * sqrt(entries) of the norm. Certifying again may add the slack of the bound itself.
     entries = math.sqrt(weight.shape[0] * weight[0].numel())
-    target = coefficient * (1 - entries * torch.finfo(weight.dtype).eps - 1e-8)
+    target = coefficient * (1 - 1e-8) / (1 + 1.1 * entries * torch.finfo(weight.dtype).eps)
     limit = torch.full_like(bound, target)
     return (weight * (limit / torch.maximum(bound, limit))).to(weight.dtype)  # exactly 1 where nothing is to be shrunk
 
