@@ -84,6 +84,19 @@ def test_no_method_wins_on_a_scaled_shift():
     assert int(run("2-D scaled rotation", "anderson").evaluations.max()) <= 10
 
 
+def test_plain_plus_two_is_no_law_of_nature():
+    """relu of a shift is nilpotent along the way: plain iteration ends after a few steps that nothing announces."""
+    shift = torch.roll(torch.eye(64, dtype=D), 1, 0) * 0.9
+    y = 10 * torch.randn(200, 64, dtype=D, generator=torch.Generator().manual_seed(0))
+    target = torch.full((200,), 1e-8, dtype=D)
+    fast, plain = (
+        solve_fixed_point(lambda x, rows: torch.relu(x @ shift.T), y, target, method=m) for m in ("anderson", "plain")
+    )
+    extra = int((fast.evaluations - plain.evaluations).max())
+    assert float(fast.residual.max()) <= 1e-8
+    assert 2 < extra <= 20  # the known exception, stated in docs/residual.md
+
+
 def test_samples_stop_on_their_own():
     y = torch.tensor([[1e-9, 0.0], [100.0, 3.0]], dtype=D)
     seen = []
