@@ -14,6 +14,7 @@ __all__ = [
     "NotConverged",
     "NotInitialized",
     "PartitionError",
+    "RecordError",
     "SolverFailed",
     "UnknownLipschitz",
 ]
@@ -73,3 +74,7 @@ class MissingExtra(BilipError, ImportError):
 
 class ContractViolation(BilipError, AssertionError):
     """A bijection broke one of the promises checked by `bilip.testing`."""
+
+
+class RecordError(BilipError, ValueError):
+    """An audit record that is missing, truncated, foreign or from a newer bilip."""

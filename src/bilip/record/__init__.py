@@ -1,0 +1,18 @@
+"""What an audit leaves behind: measurements, verdicts and the record that holds them. No torch is needed to read one."""
+
+from bilip.record.audit_record import SCHEMA, USES, AuditRecord, Measurement, Picture, Status, Verdict
+from bilip.record.files import environment, write_aside
+from bilip.record.histogram import Histogram
+
+__all__ = [
+    "SCHEMA",
+    "USES",
+    "AuditRecord",
+    "Histogram",
+    "Measurement",
+    "Picture",
+    "Status",
+    "Verdict",
+    "environment",
+    "write_aside",
+]

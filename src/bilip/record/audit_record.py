@@ -1,0 +1,264 @@
+"""What an audit leaves behind: measurements, verdicts and the record that holds them. No torch is needed to read one.
+
+A record is strict JSON: numbers that are not finite are written as the strings `"nan"`, `"inf"` and `"-inf"`. What each
+probe measures, and under which names, stands in `docs/record.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from bilip.errors import RecordError
+from bilip.record.files import write_aside
+from bilip.record.histogram import Histogram
+
+__all__ = ["SCHEMA", "USES", "AuditRecord", "Measurement", "Picture", "Status", "Verdict"]
+
+SCHEMA = 1
+FORMAT = "bilip-audit"
+USES = ("sampling", "likelihood", "ood-likelihood", "reversible-gradients")
+Scalar = float | int | str | bool | None
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Status(StrEnum):
+    """What a verdict says."""
+
+    SAFE = "safe"
+    UNSAFE = "unsafe"
+    NOT_MEASURED = "not-measured"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A small image for the report.
+
+    Attributes:
+        title: What it shows.
+        alt: The same for those who cannot see it.
+        png: The PNG file, base64.
+        group: Pictures of one group stand side by side, as an input and its reconstruction.
+    """
+
+    title: str
+    alt: str
+    png: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one probe found on one source.
+
+    Attributes:
+        probe: Name of the probe.
+        source: Name of the source; empty if the probe does not speak about one.
+        values: Numbers and words by name.
+        series: Curves by name.
+        rows: A table, for example one row for each block.
+        histograms: Distributions by name.
+        pictures: Images for the report.
+        notes: Sentences that a reader of the numbers has to know.
+        reason: Why nothing was measured; empty if something was.
+
+    Example:
+        >>> m = Measurement("reconstruction", "test", values={"relative_max": float("inf")})
+        >>> m.measured, m["relative_max"]
+        (True, inf)
+    """
+
+    probe: str
+    source: str = ""
+    values: Mapping[str, Scalar] = field(default_factory=dict)
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    rows: tuple[Mapping[str, Scalar], ...] = ()
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+    notes: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are numbers."""
+        return not self.reason
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value by name, or the default."""
+        return self.values.get(name, default)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the model may be put to one use, and the number that decided it.
+
+    Attributes:
+        use: One of `USES`.
+        status: `safe`, `unsafe` or `not-measured`.
+        reason: One sentence with the number.
+        number: Name of the deciding number.
+        value: Its value.
+        limit: What it was compared with.
+        source: Where it was measured.
+        remedy: What to do about it; empty if nothing needs doing.
+    """
+
+    use: str
+    status: Status
+    reason: str
+    number: str = ""
+    value: float | None = None
+    limit: float | None = None
+    source: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """Everything one audit found, and everything needed to repeat it.
+
+    Attributes:
+        model: What was audited: name, library, dtype, device, parameters, shape, blocks.
+        sources: What it was audited on: name, role, count, shape, description.
+        measurements: One for each probe and source.
+        verdicts: By use.
+        settings: Seed, budget, probes, thresholds and the command.
+        environment: Versions and machine.
+        created: When, ISO 8601 in UTC.
+        schema: Version of this layout.
+
+    Example:
+        >>> record = AuditRecord(model={"name": "flow"}, verdicts={"sampling": Verdict("sampling", Status.SAFE, "fine")})
+        >>> AuditRecord.from_json(record.to_json()) == record
+        True
+    """
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[Mapping[str, Any], ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
+    schema: int = SCHEMA
+
+    def find(self, probe: str, source: str | None = None) -> list[Measurement]:
+        """The measurements of one probe, on one source or on all."""
+        return [m for m in self.measurements if m.probe == probe and source in (None, m.source)]
+
+    def to_json(self) -> str:
+        """Strict JSON; numbers that are not finite become strings."""
+        document = {"format": FORMAT, **{f.name: _encode(getattr(self, f.name)) for f in fields(self)}}
+        return json.dumps(document, allow_nan=False, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the text") -> AuditRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            RecordError: It is not JSON, not a record, or from a newer bilip.
+        """
+        try:
+            document = json.loads(text, parse_constant=_refuse_constant)
+        except (json.JSONDecodeError, RecordError, RecursionError) as error:
+            raise RecordError(
+                f"{where} is not strict JSON ({error}). It may be truncated: run the audit again."
+            ) from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise RecordError(f"{where} is not an audit record: its 'format' is not {FORMAT!r}.")
+        schema = document.get("schema")
+        if not isinstance(schema, int) or schema < 1:
+            raise RecordError(f"{where} has schema {schema!r}; expected a number from 1 to {SCHEMA}.")
+        if schema > SCHEMA:
+            raise RecordError(f"{where} has schema {schema}; this bilip reads up to {SCHEMA}. Upgrade bilip.")
+        try:
+            return cls(
+                model=_decode(document["model"]),
+                sources=tuple(_decode(s) for s in document["sources"]),
+                measurements=tuple(_measurement(m) for m in document["measurements"]),
+                verdicts={use: _verdict(v) for use, v in document["verdicts"].items()},
+                settings=_decode(document["settings"]),
+                environment=document["environment"],
+                created=document["created"],
+                schema=schema,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecordError(f"{where} is not a whole audit record ({type(error).__name__}: {error}).") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the record, whole or not at all."""
+        write_aside(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> AuditRecord:
+        """Read a record that `save` wrote."""
+        try:
+            text = Path(path).read_text()
+        except UnicodeDecodeError as error:
+            raise RecordError(f"{path} is not a text file; expected an audit record in JSON.") from error
+        except OSError as error:
+            raise RecordError(f"{path} cannot be read ({error.strerror}).") from error
+        return cls.from_json(text, str(path))
+
+
+def _refuse_constant(name: str) -> float:
+    raise RecordError(f"the bare word {name} is not JSON")
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, (Histogram, Measurement, Verdict, Picture)):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {str(k): _encode(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {k: _decode(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    return value
+
+
+def _measurement(raw: dict[str, Any]) -> Measurement:
+    return Measurement(
+        probe=raw["probe"],
+        source=raw["source"],
+        values=_decode(raw["values"]),
+        series={k: tuple(_decode(v)) for k, v in raw["series"].items()},
+        rows=tuple(_decode(r) for r in raw["rows"]),
+        histograms={k: _histogram(h) for k, h in raw["histograms"].items()},
+        pictures=tuple(Picture(**p) for p in raw["pictures"]),
+        notes=tuple(raw["notes"]),
+        reason=raw["reason"],
+    )
+
+
+def _histogram(raw: dict[str, Any]) -> Histogram:
+    raw = _decode(raw)
+    return Histogram(**{**raw, "counts": {int(k): n for k, n in raw["counts"].items()}})
+
+
+def _verdict(raw: dict[str, Any]) -> Verdict:
+    return Verdict(
+        **{**raw, "status": Status(raw["status"]), "value": _decode(raw["value"]), "limit": _decode(raw["limit"])}
+    )

@@ -1,0 +1,40 @@
+"""Where a record was made, and writing files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+from bilip.errors import InputError
+
+__all__ = ["environment", "write_aside"]
+
+
+def environment() -> dict[str, str]:
+    """Versions of Python and of the libraries that matter, and the machine, as a record states them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
+    found["cores"] = str(os.cpu_count())
+    for name in ("bilip", "torch", "numpy", "scipy", "FrEIA", "nflows", "normflows", "zuko", "pyro-ppl"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_aside(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all: aside first, then renamed."""
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, target)
+    except OSError as error:
+        raise InputError(f"cannot write {target} ({error.strerror}).") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
