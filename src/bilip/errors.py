@@ -13,6 +13,7 @@ __all__ = [
     "NotAContraction",
     "NotConverged",
     "NotInitialized",
+    "NotMeasured",
     "PartitionError",
     "RecordError",
     "SolverFailed",
@@ -78,3 +79,7 @@ class ContractViolation(BilipError, AssertionError):
 
 class RecordError(BilipError, ValueError):
     """An audit record that is missing, truncated, foreign or from a newer bilip."""
+
+
+class NotMeasured(BilipError, RuntimeError):
+    """A probe has no answer for this model; the message says why."""

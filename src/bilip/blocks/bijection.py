@@ -86,6 +86,10 @@ class Bijection(nn.Module):
         """Shape of one input, for latents of the given shape."""
         return tuple(shape)
 
+    def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        """The blocks that this map is made of, with their paths: applied one after the other they are the map."""
+        return [(name or "0", self)]
+
     # ---- the proofs
 
     def bounds(

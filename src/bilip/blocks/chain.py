@@ -97,6 +97,10 @@ class Chain(Bijection):
 
     latent_shape: tuple[int, ...] | None = None
 
+    def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        prefix = f"{name}." if name else ""
+        return [part for k, block in enumerate(self) for part in block.parts(f"{prefix}{k}")]
+
     def _check_shape(self, x: Tensor, shape: tuple[int, ...] | None, what: str) -> None:
         if shape is None:
             return

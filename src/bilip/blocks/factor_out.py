@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from bilip.blocks.bijection import Bijection
+from bilip.blocks.chain import Chain
+from bilip.blocks.on_kept import OnKept
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import InputError
@@ -98,6 +100,16 @@ class FactorOut(Bijection):
                 f"FactorOut gives flat latents of size {math.prod(self.image_shape)}, not of shape {tuple(shape)}."
             )
         return self.image_shape
+
+    def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        shape, prefix = self.kept_shape, f"{name}." if name else ""
+        found: list[tuple[str, Bijection]] = [
+            (f"{prefix}split", FactorOut(Chain(), self.image_shape, keep=self.keep))
+        ]
+        for path, block in self.inner.parts(f"{prefix}inner"):
+            found.append((path, OnKept(block, shape)))
+            shape = block.out_shape(shape)
+        return found
 
     # ---- proofs: the inner proof on the channels that remain
 

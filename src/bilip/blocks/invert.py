@@ -55,6 +55,10 @@ class Invert(Bijection):
     def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.bijection.out_shape(shape)
 
+    def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        inner = self.bijection.parts(name)
+        return [(path, self if len(inner) == 1 else Invert(block)) for path, block in reversed(inner)]
+
     def natural_domain(self) -> Box:
         return self.bijection.bijection.natural_domain() if isinstance(self.bijection, Invert) else Box.everything()
 

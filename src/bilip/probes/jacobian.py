@@ -1,0 +1,106 @@
+"""Products with Jacobians, by whichever road a model allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from bilip.errors import NotMeasured
+
+__all__ = ["push", "push_many", "pull", "pull_many"]
+
+Map = Callable[[Tensor], Tensor]
+_CHUNK_ENTRIES = 2**24
+
+
+def push(function: Map, x: Tensor, v: Tensor) -> Tensor:
+    r"""$J v$ for a batch: sample by sample its own point and its own direction.
+
+    Forward mode where every operation has it, else two backward passes.
+
+    Example:
+        >>> push(torch.sin, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
+        tensor([1., 1.])
+    """
+    try:
+        with torch.no_grad(), forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v))).tangent
+            if tangent is not None:
+                return tangent.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        pass  # an operation without forward mode, or one that cannot hold duals
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        z = _differentiable(function(point))
+        probe = torch.zeros_like(z, requires_grad=True)
+        (pulled,) = torch.autograd.grad(z, point, probe, create_graph=True)
+        return torch.autograd.grad(pulled, probe, v, allow_unused=True, materialize_grads=True)[0].detach()
+
+
+def pull(function: Map, x: Tensor, u: Tensor) -> Tensor:
+    r"""$J^\top u$ for a batch, one backward pass.
+
+    Example:
+        >>> pull(torch.exp, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
+        tensor([1., 1.])
+    """
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        z = _differentiable(function(point))
+        return torch.autograd.grad(z, point, u.reshape(z.shape), allow_unused=True, materialize_grads=True)[0].detach()
+
+
+def push_many(function: Map, x: Tensor, v: Tensor) -> Tensor:
+    r"""$J v_k$ for many directions at one point.
+
+    The point is evaluated once and only the tangents are many (`torch.func.vmap`); a model that does not allow it gets the point
+    repeated in a batch instead, which asks no more of it than that it treats samples apart.
+
+    Args:
+        function: A map of batches.
+        x: One point, a batch of one.
+        v: Directions, shape `(many, *shape)`.
+
+    Example:
+        >>> push_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
+        torch.Size([2, 2])
+    """
+
+    def one(direction: Tensor) -> Tensor:
+        return torch.func.jvp(function, (x,), (direction[None],))[1][0]
+
+    return _many(one, lambda points, part: push(function, points, part), x, v)
+
+
+def pull_many(function: Map, x: Tensor, u: Tensor) -> Tensor:
+    r"""$J^\top u_k$ for many directions at one point, likewise.
+
+    Example:
+        >>> pull_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
+        torch.Size([2, 2])
+    """
+
+    def one(direction: Tensor) -> Tensor:
+        z, back, *_ = torch.func.vjp(function, x)
+        return back(direction.reshape(z.shape))[0][0]
+
+    return _many(one, lambda points, part: pull(function, points, part), x, u)
+
+
+def _many(one: Map, batch: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+    chunk = max(1, _CHUNK_ENTRIES // max(1, v[0].numel()))
+    try:
+        with torch.no_grad():
+            return torch.cat([torch.func.vmap(one)(part) for part in v.split(chunk)])
+    except Exception:  # vmap and jvp refuse models in many ways
+        repeated = [batch(x.expand(len(part), *x.shape[1:]).clone(), part) for part in v.split(min(chunk, 1024))]
+        return torch.cat(repeated)
+
+
+def _differentiable(z: Tensor) -> Tensor:
+    if not z.requires_grad:
+        raise NotMeasured("the model does not let gradients through, so its Jacobian cannot be taken")
+    return z

@@ -1,0 +1,244 @@
+r"""A model linearised at points: products with $J_F$ and with $J_F^{-1}$.
+
+The composed inverse overflows exactly where its Jacobian is wanted. So each visible block's inverse Jacobian is applied at the
+*stored forward activations*: $J_F^{-1} = J_1^{-1} \cdots J_n^{-1}$, with $J_k$ taken where the forward pass went through block $k$.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bilip.blocks import Bijection, Residual
+from bilip.blocks.on_kept import OnKept
+from bilip.errors import NotMeasured
+from bilip.probes.jacobian import pull, pull_many, push, push_many
+from bilip.probes.subject import Subject
+
+__all__ = ["Linearized", "LinearPart"]
+
+_WORST_RESIDUAL = 1e-4
+_DENSE = 1024
+_SWEEPS = 400
+
+
+class LinearPart:
+    r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
+
+    The inverse product differentiates the block's own inverse at its output. A residual block $x + g(x)$ is solved instead:
+    $v = w - J_g v$ is a contraction. Every part is checked on a random direction, $|J J^{-1} w - w|$; where its own inverse fails the check
+    (an iterative inverse that autograd does not see through), the contraction and, for small blocks, a dense solve are tried.
+
+    Args:
+        part: The block.
+        x: The points, `(batch, ...)`, float64.
+        context: Their contexts.
+        name: Path for messages.
+
+    Attributes:
+        residual: Largest $|J J^{-1} w - w| / |w|$ over the batch, on random directions.
+
+    Example:
+        >>> from bilip.blocks import DiagonalScaling
+        >>> block = DiagonalScaling(torch.tensor([2.0, 0.5])).double()
+        >>> LinearPart(block, torch.zeros(1, 2, dtype=torch.float64)).solve(torch.ones(1, 2, dtype=torch.float64))
+        tensor([[0.5000, 2.0000]], dtype=torch.float64)
+    """
+
+    def __init__(self, part: Bijection, x: Tensor, context: Tensor | None = None, name: str = "") -> None:
+        self.part, self.x, self.context, self.name = part, x, context, name
+        with torch.no_grad():
+            self.z = part(x, context).detach()
+        self.residual = math.nan
+        self._road = "contraction" if _is_residual(part) else "inverse"
+        self._checked = False
+        self._dense: Tensor | None = None
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.part(x, _rows(self.context, x))
+
+    def _inverse(self, z: Tensor) -> Tensor:
+        return self.part.inverse(z, _rows(self.context, z))
+
+    # ---- J
+
+    def apply(self, v: Tensor) -> Tensor:
+        """$J v$, for each point its own direction; for one point any number of directions."""
+        return self._over(push, push_many, self._forward, self.x, v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        r"""$J^\top u$."""
+        return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+
+    # ---- J^-1
+
+    def solve(self, w: Tensor) -> Tensor:
+        """$J^{-1} w$."""
+        self._check()
+        return self._solve(w)
+
+    def solve_adjoint(self, v: Tensor) -> Tensor:
+        r"""$J^{-\top} v$."""
+        self._check()
+        if self._road == "inverse":
+            return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
+        if self._road == "contraction":
+            return self._contract(self.adjoint, v)
+        return self._backslash(v, transpose=True)
+
+    def _solve(self, w: Tensor) -> Tensor:
+        if self._road == "inverse":
+            return self._over(push, push_many, self._inverse, self.z, w, self.z)
+        if self._road == "contraction":
+            return self._contract(self.apply, w)
+        return self._backslash(w, transpose=False)
+
+    def _contract(self, apply, w: Tensor) -> Tensor:
+        v, size = w, w.norm().clamp_min(1e-300)
+        for _ in range(_SWEEPS):
+            after = w - (apply(v).reshape(w.shape) - v)
+            change = (after - v).norm() / size
+            v = after
+            if not change > 1e-14:
+                break
+        return v
+
+    def _backslash(self, w: Tensor, *, transpose: bool) -> Tensor:
+        if self._dense is None:
+            size = self.x[0].numel()
+            eye = torch.eye(size, dtype=self.x.dtype, device=self.x.device)
+            self._dense = torch.stack(
+                [LinearPart(self.part, x[None], c, self.name).apply(eye).T for x, c in _each(self.x, self.context)]
+            )
+        matrix = self._dense.mT if transpose else self._dense
+        if len(self.x) == 1:
+            return torch.linalg.solve(matrix[0], w.T).T
+        return torch.linalg.solve(matrix, w[..., None])[..., 0]
+
+    def _check(self) -> None:
+        """Choose the first road on which J J^-1 w = w holds, and keep the residual as the error estimate."""
+        if self._checked:
+            return
+        self._checked = True
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(len(self.x), self.z[0].numel(), generator=generator, dtype=torch.float64).to(self.x)
+        if self.z[0].numel() != self.x[0].numel():
+            raise NotMeasured(
+                f"{self._who()} turns {self.x[0].numel()} numbers into {self.z[0].numel()}: it has no inverse"
+            )
+        roads = [self._road, *(r for r in ("contraction", "dense") if r != self._road)]
+        for road in roads:
+            if road == "dense" and self.x[0].numel() > _DENSE:
+                continue
+            self._road = road
+            try:
+                v = self._solve(w)
+                left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
+            except (RuntimeError, NotImplementedError, AssertionError, ValueError):
+                continue
+            self.residual = float(left.max())
+            if self.residual <= _WORST_RESIDUAL:
+                return
+        raise NotMeasured(
+            f"{self._who()}: the Jacobian of its inverse is not the inverse of its Jacobian (|J J_inv v - v| = "
+            f"{self.residual:.1e} |v|), so the smallest singular value is not measured"
+        )
+
+    def _who(self) -> str:
+        return f"block {self.name} ({type(self.part).__name__})" if self.name else type(self.part).__name__
+
+    def _over(self, batch, many, function, point: Tensor, v: Tensor, like: Tensor | None = None) -> Tensor:
+        shape = (point if like is None else like).shape[1:]
+        v = v.reshape(len(v), *shape)
+        act = many if len(point) == 1 and len(v) > 1 else batch
+        return act(function, point, v).flatten(1)
+
+
+class Linearized:
+    r"""A model linearised at a batch of points, in float64.
+
+    Args:
+        subject: The model; its float64 twin is linearised.
+        x: The points.
+        context: Their contexts.
+        noise: Relative size of noise added to every stored activation, to see how far rounding moves a result.
+
+    Attributes:
+        parts: The visible blocks, linearised where the forward pass met them.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> at = Linearized(Subject.of(real_nvp(2, blocks=2)), torch.zeros(1, 2))
+        >>> v = torch.ones(1, 2, dtype=torch.float64)
+        >>> bool(torch.allclose(at.solve(at.apply(v)), v))
+        True
+    """
+
+    def __init__(self, subject: Subject, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0) -> None:
+        twin = subject.twin(torch.float64)
+        x = x.detach().double()
+        context = context.double() if context is not None and context.is_floating_point() else context
+        self.parts: list[LinearPart] = []
+        self.count, self.size = len(x), x[0].numel()
+        generator = torch.Generator().manual_seed(1)
+        for name, part in twin.parts:
+            if noise:
+                x = x * (1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
+            try:
+                linear = LinearPart(part, x, context, name)
+            except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
+                raise NotMeasured(f"block {name} raised in float64 ({type(error).__name__}: {error})") from error
+            self.parts.append(linear)
+            x = linear.z
+            if x.dtype != torch.float64:
+                raise NotMeasured(
+                    f"block {name} computes in {x.dtype} whatever it is given, so there is no float64 Jacobian"
+                )
+            if not bool(torch.isfinite(x).all()):
+                raise NotMeasured(f"the forward pass is not finite after block {name}, even in float64")
+        self.z = x
+
+    @property
+    def residual(self) -> float:
+        """Sum of the parts' residuals: an estimate of the relative error of an inverse product."""
+        return sum(part.residual for part in self.parts)
+
+    def apply(self, v: Tensor) -> Tensor:
+        """$J_F v$."""
+        for part in self.parts:
+            v = part.apply(v)
+        return v
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        r"""$J_F^\top u$."""
+        for part in reversed(self.parts):
+            u = part.adjoint(u)
+        return u
+
+    def solve(self, w: Tensor) -> Tensor:
+        """$J_F^{-1} w$, block by block."""
+        for part in reversed(self.parts):
+            w = part.solve(w)
+        return w
+
+    def solve_adjoint(self, v: Tensor) -> Tensor:
+        r"""$J_F^{-\top} v$, block by block."""
+        for part in self.parts:
+            v = part.solve_adjoint(v)
+        return v
+
+
+def _is_residual(part: Bijection) -> bool:
+    inner = part.block if isinstance(part, OnKept) else part
+    return isinstance(inner, Residual)
+
+
+def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:
+    """The contexts of a batch of points; one context serves a point that was repeated."""
+    return context if context is None or len(context) == len(x) else context.expand(len(x), *context.shape[1:])
+
+
+def _each(x: Tensor, context: Tensor | None):
+    return [(x[k], None if context is None else context[k : k + 1]) for k in range(len(x))]
