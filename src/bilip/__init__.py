@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _NAMES = {
+    "AuditRecord": "bilip.record",
     "Bijection": "bilip.blocks",
     "Chain": "bilip.blocks",
     "Invert": "bilip.blocks",
@@ -18,10 +19,25 @@ _NAMES = {
     "BiLipschitz": "bilip.bounds",
     "Box": "bilip.bounds",
     "BilipError": "bilip.errors",
+    "as_bijection": "bilip.adapters",
+    "audit": "bilip._audit",
 }
-_SUBMODULES = ("blocks", "bounds", "errors", "models", "nets", "testing")
+_SUBMODULES = (
+    "adapters",
+    "blocks",
+    "bounds",
+    "data",
+    "errors",
+    "models",
+    "nets",
+    "probes",
+    "record",
+    "report",
+    "testing",
+)
 
 __all__ = [
+    "AuditRecord",
     "BiLipschitz",
     "Bijection",
     "BilipError",
@@ -30,19 +46,29 @@ __all__ = [
     "Flow",
     "Invert",
     "__version__",
+    "adapters",
+    "as_bijection",
+    "audit",
     "blocks",
     "bounds",
+    "data",
     "errors",
     "models",
     "nets",
+    "probes",
+    "record",
+    "report",
     "testing",
 ]
 
 if TYPE_CHECKING:
-    from bilip import blocks, bounds, errors, models, nets, testing
+    from bilip import adapters, blocks, bounds, data, errors, models, nets, probes, record, report, testing
+    from bilip._audit import audit
+    from bilip.adapters import as_bijection
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
     from bilip.errors import BilipError
+    from bilip.record import AuditRecord
 
 
 def __getattr__(name: str) -> object:

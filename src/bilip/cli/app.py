@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 import bilip
+from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
 from bilip.cli.demo import demo
+from bilip.cli.report import compare, report
 
 __all__ = ["app"]
 
@@ -17,8 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(bounds)
-app.command()(demo)
+for verb in (audit, report, compare, bounds, demo):
+    app.command()(verb)
 
 
 @app.callback(invoke_without_command=True)

@@ -85,7 +85,7 @@ class Bounds(Probe):
     def _measured(self, subject: Subject, source: Source) -> dict[str, float]:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))
         try:
-            found = extremes(subject, batch.x, batch.context, steps=30)
+            found = extremes(subject, batch.x, batch.context, steps=12)
         except NotMeasured:
             return {"measured_log10_forward": math.nan, "measured_log10_inverse": math.nan}
         forward, inverse = float(found.sigma_max.max()), float(found.sigma_min.min())

@@ -69,7 +69,7 @@ class Consistency(Probe):
             "around_error": around,
             "stochastic": not repeat <= tolerance,
             "batch_dependent": not batch <= tolerance and repeat <= tolerance,
-            "cached": straight == 0 and around > 0 and len(x) > 1,
+            "cached": around > 1e-4 * tolerance and straight <= 1e-3 * around and len(x) > 1,
             "tolerance": tolerance,
         }
         training = [name for name, module in subject.bijection.named_modules() if module.training]

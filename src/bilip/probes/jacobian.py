@@ -14,6 +14,7 @@ __all__ = ["push", "push_many", "pull", "pull_many"]
 
 Map = Callable[[Tensor], Tensor]
 _CHUNK_ENTRIES = 2**24
+_SMALL_ENTRIES = 2**17  # below, calls cost more than work, and vmap makes calls dearer
 
 
 def push(function: Map, x: Tensor, v: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ def pull(function: Map, x: Tensor, u: Tensor) -> Tensor:
 def push_many(function: Map, x: Tensor, v: Tensor) -> Tensor:
     r"""$J v_k$ for many directions at one point.
 
-    The point is evaluated once and only the tangents are many (`torch.func.vmap`); a model that does not allow it gets the point
-    repeated in a batch instead, which asks no more of it than that it treats samples apart.
+    For large problems the point is evaluated once and only the tangents are many (`torch.func.vmap`). Small ones, and models
+    that do not allow it, get the point repeated in a batch, which asks no more than that the model treats samples apart.
 
     Args:
         function: A map of batches.
@@ -92,12 +93,13 @@ def pull_many(function: Map, x: Tensor, u: Tensor) -> Tensor:
 
 def _many(one: Map, batch: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
     chunk = max(1, _CHUNK_ENTRIES // max(1, v[0].numel()))
-    try:
-        with torch.no_grad():
-            return torch.cat([torch.func.vmap(one)(part) for part in v.split(chunk)])
-    except Exception:  # vmap and jvp refuse models in many ways
-        repeated = [batch(x.expand(len(part), *x.shape[1:]).clone(), part) for part in v.split(min(chunk, 1024))]
-        return torch.cat(repeated)
+    if v.numel() > _SMALL_ENTRIES:
+        try:
+            with torch.no_grad():
+                return torch.cat([torch.func.vmap(one)(part) for part in v.split(chunk)])
+        except Exception:  # vmap and jvp refuse models in many ways
+            chunk = min(chunk, 1024)
+    return torch.cat([batch(x.expand(len(part), *x.shape[1:]).clone(), part) for part in v.split(chunk)])
 
 
 def _differentiable(z: Tensor) -> Tensor:

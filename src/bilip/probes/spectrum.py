@@ -105,11 +105,12 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     resolved = values >= RESOLVED * values[0]
     try:
         at = Linearized(subject, x, context)
-        back = _svdvals(at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)))
+        inverse = at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)).T
+        back = _svdvals(inverse)
     except NotMeasured as why:
         return SingularValues(values, resolved, math.nan, str(why))
     small, trusted = 1 / back.flip(0), back.flip(0) >= RESOLVED * back[0]
-    error = at.residual + _rounding(subject, x, context, at, float(back[0])) + at.size * EPS
+    error = at.residual + _rounding(subject, x, context, inverse) + at.size * EPS
     # Each value from the side that knows it better: rounding is relative to the largest of the matrix decomposed.
     forward_error, backward_error = values[0] / small, (small / small[-1]).clamp_min(error / (at.size * EPS))
     take = trusted & (backward_error < forward_error)
@@ -262,12 +263,12 @@ def _svdvals(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix)
 
 
-def _rounding(subject: Subject, x: Tensor, context: Tensor | None, at: Linearized, largest: float) -> float:
-    """How far noise of one rounding in every activation moves the largest singular value of the inverse."""
-    eye = torch.eye(at.size, dtype=torch.float64, device=x.device)
-    found = largest_singular_value(at.solve, at.solve_adjoint, eye.mean(0, keepdim=True), steps=12)
-    shaken = float(Linearized(subject, x, context, noise=EPS).solve(found.right).norm())
-    return abs(shaken - float(found.value)) / largest
+def _rounding(subject: Subject, x: Tensor, context: Tensor | None, inverse: Tensor) -> float:
+    """How far noise of one rounding in every activation moves the largest singular value of the inverse Jacobian."""
+    start = torch.ones(1, len(inverse), dtype=inverse.dtype, device=inverse.device)
+    top = largest_singular_value(lambda v: v @ inverse.T, lambda u: u @ inverse, start, steps=30)
+    shaken = Linearized(subject, x, context, noise=EPS).solve(top.right).norm()
+    return float((shaken - (top.right @ inverse.T).norm()).abs() / top.value)
 
 
 def _or(value: float, other: float) -> float:

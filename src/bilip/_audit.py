@@ -1,0 +1,285 @@
+"""The audit: sources x probes -> measurements -> verdicts -> record."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from bilip import probes as p
+from bilip._verdicts import Thresholds, judge
+from bilip.data import Source, as_source, noise
+from bilip.errors import InputError
+from bilip.probes.blame import kind_of
+from bilip.record import AuditRecord, Measurement, environment
+
+__all__ = ["BUDGETS", "Budget", "audit"]
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much an audit may cost.
+
+    Attributes:
+        samples: Samples of each source; `None` for all.
+        batch: Samples in one batch.
+        noise: Samples of each source of noise.
+        draws: Samples drawn from the model.
+        walk: Samples followed block by block.
+        spectra: Samples whose Jacobian is taken.
+        exact: Largest dimension for whole Jacobians.
+        steps: Lanczos steps for larger ones.
+        attack: Samples attacked; 0 leaves the attack out.
+        attack_steps: Steps of the attack.
+        precision: Samples on the precision ladder; 0 leaves it out.
+        repeats: Repeated round trips.
+    """
+
+    samples: int | None
+    batch: int
+    noise: int
+    draws: int
+    walk: int
+    spectra: int
+    exact: int
+    steps: int
+    attack: int
+    attack_steps: int
+    precision: int
+    repeats: int
+
+
+BUDGETS = {
+    "quick": Budget(512, 256, 512, 256, 32, 2, 64, 30, 4, 40, 32, 4),
+    "standard": Budget(4096, 256, 2048, 1024, 64, 4, 256, 80, 8, 200, 128, 10),
+    "thorough": Budget(None, 256, 10_000, 4096, 256, 16, 3072, 200, 32, 200, 512, 10),
+}
+
+
+def audit(
+    model: Any,
+    sources: Mapping[str, Any] | Any,
+    *,
+    ood: Sequence[str] = (),
+    budget: str | Budget = "standard",
+    probes: Sequence[str | p.Probe] | None = None,
+    thresholds: Thresholds | None = None,
+    bits: int | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    command: str = "",
+    keep_interrupted: bool = False,
+    progress: Progress | None = None,
+) -> AuditRecord:
+    r"""Is this model still invertible, where does it break, and what may it be used for?
+
+    The model is audited in evaluation mode and in its own dtype, with TF32 off, and put back afterwards. Nothing about it is changed.
+
+    Args:
+        model: A bijection, a flow, or anything `as_bijection` takes.
+        sources: By name: a batch, a pair `(x, context)`, a file (`.npy`, `.npz`, `.safetensors`), a folder of images or a
+            `Source`. A single one is called `data`. Names that begin with uniform, gaussian, rademacher or scaled are out of
+            distribution.
+        ood: Sources to be treated as out of distribution, by name; or noise made from the first data source, as in `"uniform"`,
+            `"gaussian"`, `"rademacher"`, `"scaled:10"`.
+        budget: `"quick"`, `"standard"`, `"thorough"`, or a `Budget`.
+        probes: Names of probes, or probes of your own; by default all that make sense for the model.
+        thresholds: What counts as safe.
+        bits: Bit depth of the data, for attacks inside the dequantization cell.
+        seed: Seed of everything random.
+        name: Name of the model in reports.
+        command: The command to repeat the audit, for the report.
+        keep_interrupted: On Ctrl-C return what was measured so far instead of raising.
+        progress: Called with a text and the share that is done; by default a line on the terminal.
+
+    Example:
+        >>> import bilip
+        >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, coupling="additive"))
+        >>> record = bilip.audit(flow, torch.randn(100, 2), ood=["uniform"], budget="quick")
+        >>> record.verdicts["likelihood"].status.value, record.verdicts["sampling"].status.value
+        ('safe', 'safe')
+    """
+    started = time.monotonic()
+    spent = budget if isinstance(budget, Budget) else _budget(budget)
+    thresholds = thresholds or Thresholds()
+    subject = p.Subject.of(model, name)
+    streams = _sources(sources, ood, spent, seed)
+    for stream in streams:
+        stream.check(spent.samples)
+    show, measurements, stopped = progress or _Line(), [], False
+    with subject.evaluating():
+        for stream in streams:
+            first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
+            subject.check(first.x, first.context, f"source {stream.name!r}")
+        plan = list(_plan(subject, streams, spent, probes, bits, seed))
+        for k, (probe, stream) in enumerate(plan):
+            text = f"{probe.name} on {stream.name}"
+            probe.progress = lambda share, k=k, text=text: show(text, (k + share) / len(plan))
+            if stopped:
+                measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped before"))
+                continue
+            try:
+                show(text, k / len(plan))
+                measurements.append(probe.measure(subject, stream))
+            except KeyboardInterrupt:
+                if not keep_interrupted:
+                    raise
+                stopped = True
+                measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped here"))
+    show("done", 1.0)
+    described = tuple(_describe(stream, spent) for stream in streams)
+    return AuditRecord(
+        model=_about(subject, streams[0]),
+        sources=described,
+        measurements=tuple(measurements),
+        verdicts=judge(measurements, described, thresholds, subject.eps),
+        settings={
+            "seed": seed,
+            "budget": budget if isinstance(budget, str) else "custom",
+            "costs": asdict(spent),
+            "probes": list(dict.fromkeys(probe.name for probe, _ in plan)),
+            "thresholds": {**asdict(thresholds), "relative": thresholds.limit(subject.eps)},
+            "bits": bits,
+            "command": command,
+            "seconds": round(time.monotonic() - started, 3),
+            "tf32": False,
+            "stopped": stopped,
+        },
+        environment=environment() | _device(subject),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _budget(name: str) -> Budget:
+    if name not in BUDGETS:
+        raise InputError(f"audit(budget={name!r}): expected {', '.join(map(repr, BUDGETS))} or a Budget.")
+    return BUDGETS[name]
+
+
+def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
+    table = dict(given) if isinstance(given, Mapping) else {"data": given}
+    if not table:
+        raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
+    if isinstance(ood, str):
+        ood = [part for part in ood.split(",") if part]
+    found = {}
+    for label, value in table.items():
+        found[str(label)] = as_source(str(label), value, role="ood" if label in ood else None)
+    like = next((s for s in found.values() if s.role == "data"), next(iter(found.values())))
+    for spec in ood:
+        if spec not in found:
+            found[spec] = noise(spec, like, count=budget.noise, seed=seed)
+    shapes = {s.shape for s in found.values()}
+    if len(shapes) > 1:
+        first, *_, last = found.values()
+        raise InputError(
+            f"audit: the sources have different shapes: {first.name!r} {first.shape} and {last.name!r} {last.shape}."
+        )
+    return list(found.values())
+
+
+def _plan(
+    subject: p.Subject,
+    streams: list[Source],
+    b: Budget,
+    wanted: Sequence[str | p.Probe] | None,
+    bits: int | None,
+    seed: int,
+) -> Iterable[tuple[p.Probe, Source]]:
+    main = next((s for s in streams if s.role == "data"), streams[0])
+    size = math.prod(main.shape)
+    everywhere: list[p.Probe] = [
+        p.Reconstruction(b.samples, batch=b.batch, rounds=b.repeats),
+        p.LogDet(b.samples, batch=b.batch, samples=b.spectra, exact=min(b.exact, 512)),
+        p.Blame(b.walk, spectra=min(2, b.spectra)),
+        p.Spectrum(b.spectra, exact=b.exact, steps=b.steps, seed=seed),
+        p.Bounds(min(4, b.spectra)),
+        p.Trust(limit=b.samples, batch=b.batch),
+    ]
+    once: list[p.Probe] = [p.Consistency(), p.Sampling(b.draws, batch=b.batch, seed=seed)]
+    if size == 2 and main.context_shape is None:
+        once.append(p.ErrorMap())
+    if b.precision:
+        once.append(p.Precision(b.precision, seed=seed))
+    if b.attack:
+        once.append(p.Attack(samples=b.attack, steps=b.attack_steps, bits=bits, seed=seed))
+    known = {probe.name: probe for probe in (*everywhere, *once)}
+    chosen = list(known) if wanted is None else [_named(w, known) for w in wanted]
+    order = [*once[:1], *everywhere, *once[1:]]
+    for probe in order:
+        if probe.name in chosen:
+            for stream in streams if probe in everywhere else [main]:
+                yield probe, stream
+    for probe in wanted or ():
+        if isinstance(probe, p.Probe):
+            for stream in streams:
+                yield probe, stream
+
+
+def _named(wanted: str | p.Probe, known: Mapping[str, p.Probe]) -> str:
+    if isinstance(wanted, p.Probe):
+        return ""
+    if wanted not in known:
+        raise InputError(
+            f"audit(probes=...): unknown probe {wanted!r}; expected {', '.join(known)} or a Probe of your own."
+        )
+    return wanted
+
+
+def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
+    parts = subject.parts
+    bijection = subject.bijection
+    return {
+        "name": subject.name,
+        "library": subject.library,
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "device": subject.device.type,
+        "parameters": sum(q.numel() for q in bijection.parameters()),
+        "shape": list(source.shape),
+        "dimension": math.prod(source.shape),
+        "blocks": [{"name": name, "kind": kind_of(part)} for name, part in parts],
+        "base": subject.base is not None,
+    }
+
+
+def _describe(source: Source, budget: Budget) -> dict[str, Any]:
+    used = source.count if budget.samples is None else min(source.count, budget.samples)
+    return {
+        "name": source.name,
+        "role": source.role,
+        "count": used,
+        "shape": list(source.shape),
+        "description": source.description,
+    }
+
+
+def _device(subject: p.Subject) -> dict[str, str]:
+    if subject.device.type != "cuda":
+        return {"threads": str(torch.get_num_threads())}
+    return {"device": torch.cuda.get_device_name(subject.device), "cuda": str(torch.version.cuda)}
+
+
+class _Line:
+    """One line on the terminal that appears after two seconds and goes away at the end."""
+
+    def __init__(self) -> None:
+        self.started, self.shown = time.monotonic(), False
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, text: str, share: float) -> None:
+        if not self.live or time.monotonic() - self.started < 2:
+            return
+        if share >= 1:
+            sys.stderr.write("\r\033[K" if self.shown else "")
+        else:
+            sys.stderr.write(f"\r\033[Kbilip audit {100 * share:3.0f} %  {text}")
+        self.shown = True
+        sys.stderr.flush()

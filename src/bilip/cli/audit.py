@@ -1,0 +1,109 @@
+"""`bilip audit`: one command from a model to verdicts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bilip.errors import InputError
+
+__all__ = ["audit"]
+
+
+def audit(
+    target: Annotated[str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")],
+    data: Annotated[
+        list[str], typer.Option(help="Data: FILE or NAME=FILE; .npy, .npz, .safetensors or a folder of images. Repeatable.")
+    ],
+    ood: Annotated[
+        str, typer.Option(help="Out-of-distribution sources: uniform, gaussian, rademacher, scaled:10, or names given with --data; comma-separated.")
+    ] = "uniform,gaussian,rademacher",
+    budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
+    out: Annotated[Path | None, typer.Option(help="Write the record as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
+    require: Annotated[
+        str, typer.Option(help="Uses that must be safe, comma-separated; else exit code 1. As in likelihood,sampling.")
+    ] = "",
+    probes: Annotated[str, typer.Option(help="Only these probes, comma-separated.")] = "",
+    bits: Annotated[int | None, typer.Option(help="Bit depth of the data, for attacks inside the dequantization cell.")] = None,
+    device: Annotated[str | None, typer.Option(help="Move the model there first, as in cuda.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+) -> None:
+    """Audit a model: is it invertible, where does it break, what may it be used for?"""
+    from bilip.record import USES
+
+    required = _listed(require)
+    unknown = [use for use in required if use not in USES]
+    if unknown:
+        raise InputError(f"--require {unknown[0]}: expected {', '.join(USES)}.")
+    for path in (out, html):
+        _require_writable(path)
+
+    import bilip
+    from bilip import report
+    from bilip.cli._target import load_model
+
+    model = load_model(target, device)
+    sources = dict(_source(entry) for entry in data)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("auditing", total=1.0)
+        record = bilip.audit(
+            model,
+            sources,
+            ood=_listed(ood),
+            budget=budget,
+            probes=_listed(probes) or None,
+            bits=bits,
+            seed=seed,
+            name=target,
+            command=shlex.join(["bilip", *sys.argv[1:]]),
+            keep_interrupted=True,
+            progress=lambda text, share: bar.update(task, description=text, completed=share),
+        )
+    report.print_terminal(record)
+    shown = Console(highlight=False)
+    if out is not None:
+        record.save(out)
+        shown.print(f"wrote {out}", markup=False)
+    if html is not None:
+        report.write_html(record, html)
+        shown.print(f"wrote {html}", markup=False)
+    if record.settings["stopped"]:
+        raise KeyboardInterrupt
+    failed = [use for use in required if record.verdicts[use].status.value != "safe"]
+    if failed:
+        states = ", ".join(f"{use} is {record.verdicts[use].status.value}" for use in failed)
+        print(f"bilip: required, but {states}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _source(entry: str) -> tuple[str, str]:
+    name, equals, path = entry.partition("=")
+    return (name, path) if equals and name else (Path(entry).stem or "data", entry)
+
+
+def _require_writable(path: Path | None) -> None:
+    """Say so before a long audit, not after it."""
+    if path is None:
+        return
+    folder = path.parent if str(path.parent) else Path()
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder.")
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: the folder {folder} does not exist.")
+    import os
+
+    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise InputError(f"cannot write {path}: no permission.")

@@ -1,0 +1,46 @@
+"""`bilip report` and `bilip compare`: read records; neither torch nor the model is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["compare", "report"]
+
+
+def report(
+    record: Annotated[Path, typer.Argument(help="A record that bilip audit --out wrote.")],
+    html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+) -> None:
+    """Show a record on the terminal, as Markdown or as an HTML page."""
+    from bilip import report as pages
+    from bilip.record import AuditRecord
+
+    found = AuditRecord.load(record)
+    if markdown:
+        typer.echo(pages.to_markdown(found))
+    else:
+        pages.print_terminal(found)
+    if html is not None:
+        pages.write_html(found, html)
+        Console(highlight=False, stderr=True).print(f"wrote {html}", markup=False)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="The earlier record.")],
+    after: Annotated[Path, typer.Argument(help="The later record.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+) -> None:
+    """Show what changed between two records."""
+    from bilip import report as pages
+    from bilip.record import AuditRecord
+
+    change = pages.compare(AuditRecord.load(before), AuditRecord.load(after))
+    if markdown:
+        typer.echo(pages.comparison_markdown(change))
+    else:
+        pages.print_comparison(change)
