@@ -38,7 +38,10 @@ def pyro_coupling(depth: int):
 
     parts = []
     for _ in range(depth):
-        parts += [transforms.affine_coupling(D, hidden_dims=[64]), transforms.permute(D, permutation=torch.arange(D).flip(0))]
+        parts += [
+            transforms.affine_coupling(D, hidden_dims=[64]),
+            transforms.permute(D, permutation=torch.arange(D).flip(0)),
+        ]
     return torch.distributions.ComposeTransform(parts)
 
 

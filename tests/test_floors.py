@@ -13,6 +13,7 @@ FLOORS = [
     ["nets"],
     ["blocks"],
     ["models", "adapters"],
+    ["demo_flows"],
     ["reversible"],
     ["objectives", "regularizers"],
     ["probes"],

@@ -115,7 +115,10 @@ class Turned(Bijection):
 
 def examine(model):
     return bilip.audit(
-        bilip.Flow(model), torch.randn(256, 8), budget="quick", probes=["consistency", "reconstruction", "log_det", "blame", "sampling"]
+        bilip.Flow(model),
+        torch.randn(256, 8),
+        budget="quick",
+        probes=["consistency", "reconstruction", "log_det", "blame", "sampling"],
     )
 
 

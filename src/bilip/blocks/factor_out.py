@@ -103,9 +103,7 @@ class FactorOut(Bijection):
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
         shape, prefix = self.kept_shape, f"{name}." if name else ""
-        found: list[tuple[str, Bijection]] = [
-            (f"{prefix}split", FactorOut(Chain(), self.image_shape, keep=self.keep))
-        ]
+        found: list[tuple[str, Bijection]] = [(f"{prefix}split", FactorOut(Chain(), self.image_shape, keep=self.keep))]
         for path, block in self.inner.parts(f"{prefix}inner"):
             found.append((path, OnKept(block, shape)))
             shape = block.out_shape(shape)

@@ -17,12 +17,18 @@ __all__ = ["audit"]
 
 
 def audit(
-    target: Annotated[str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")],
+    target: Annotated[
+        str, typer.Argument(help="A checkpoint folder, or package.module:function that returns a model.")
+    ],
     data: Annotated[
-        list[str], typer.Option(help="Data: FILE or NAME=FILE; .npy, .npz, .safetensors or a folder of images. Repeatable.")
+        list[str],
+        typer.Option(help="Data: FILE or NAME=FILE; .npy, .npz, .safetensors or a folder of images. Repeatable."),
     ],
     ood: Annotated[
-        str, typer.Option(help="Out-of-distribution sources: uniform, gaussian, rademacher, scaled:10, or names given with --data; comma-separated.")
+        str,
+        typer.Option(
+            help="Out-of-distribution sources: uniform, gaussian, rademacher, scaled:10, or names given with --data; comma-separated."
+        ),
     ] = "uniform,gaussian,rademacher",
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
     out: Annotated[Path | None, typer.Option(help="Write the record as JSON.")] = None,
@@ -31,7 +37,9 @@ def audit(
         str, typer.Option(help="Uses that must be safe, comma-separated; else exit code 1. As in likelihood,sampling.")
     ] = "",
     probes: Annotated[str, typer.Option(help="Only these probes, comma-separated.")] = "",
-    bits: Annotated[int | None, typer.Option(help="Bit depth of the data, for attacks inside the dequantization cell.")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Bit depth of the data, for attacks inside the dequantization cell.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Move the model there first, as in cuda.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
@@ -52,7 +60,12 @@ def audit(
     model = load_model(target, device)
     sources = dict(_source(entry) for entry in data)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("auditing", total=1.0)
         record = bilip.audit(

@@ -20,7 +20,7 @@ from bilip.probes.route import Route
 from bilip.probes.subject import Subject
 from bilip.record import Measurement, Picture
 
-__all__ = ["Attack"]
+__all__ = ["Attack", "AttackResult", "AttackRun"]
 
 _SHARE_OF_RANGE = 1 / 64  # the paper's radius, 0.5 / 32, as a share of its data's range [0, 1)
 _NOISE_NOTE = "roundtrip: the exact gradient of |x - F^-1(F(x))| is zero, so this objective follows rounding noise; it is the paper's"
@@ -162,8 +162,10 @@ class Attack(Probe):
         if self.radius is not None:
             return Region.ball(x, self.radius, low=low, high=high)
         seen = source.statistics()
+        if not seen.half_range > 0:  # all entries alike: there is no range to take a share of
+            return Region.ball(x, _SHARE_OF_RANGE, low=low, high=high)
         radius = 2 * _SHARE_OF_RANGE * seen.half_range
-        return Region.ball(x, radius or _SHARE_OF_RANGE, low=max(low, seen.low), high=min(high, seen.high))
+        return Region.ball(x, radius, low=max(low, seen.low), high=min(high, seen.high))
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         result = self._search(subject, source)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from bilip.blocks import Bijection, Residual
+from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Residual
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
 from bilip.probes.jacobian import pull, pull_many, push, push_many
@@ -27,9 +27,11 @@ _SWEEPS = 400
 class LinearPart:
     r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
 
-    The inverse product differentiates the block's own inverse at its output. A residual block $x + g(x)$ is solved instead:
-    $v = w - J_g v$ is a contraction. Every part is checked on a random direction, $|J J^{-1} w - w|$; where its own inverse fails the check
-    (an iterative inverse that autograd does not see through), the contraction and, for small blocks, a dense solve are tried.
+    Coupling blocks and residual blocks are solved from their forward Jacobian alone: that of a coupling is triangular, with a
+    diagonal for the part that is transformed, and for $x + g(x)$ the map $v \mapsto w - J_g v$ contracts. Of other blocks the
+    own inverse is differentiated at their output. Every part is checked on a random direction, $|J J^{-1} w - w|$ and its
+    adjoint; where its road fails the check, as with an iterative inverse that autograd does not see through, the contraction
+    and, for small blocks, a dense solve are tried.
 
     Args:
         part: The block.
@@ -52,9 +54,11 @@ class LinearPart:
         with torch.no_grad():
             self.z = part(x, context).detach()
         self.residual = math.nan
-        self._road = "contraction" if _is_residual(part) else "inverse"
+        self._moved = _moved_entries(part, x)
+        self._road = "contraction" if _is_residual(part) else ("inverse" if self._moved is None else "triangle")
         self._checked = False
         self._dense: Tensor | None = None
+        self._scales: Tensor | None = None
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.part(x, _rows(self.context, x))
@@ -82,10 +86,17 @@ class LinearPart:
     def solve_adjoint(self, v: Tensor) -> Tensor:
         r"""$J^{-\top} v$."""
         self._check()
+        return self._solve_adjoint(v)
+
+    def _solve_adjoint(self, v: Tensor) -> Tensor:
         if self._road == "inverse":
             return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
         if self._road == "contraction":
             return self._contract(self.adjoint, v)
+        if self._road == "triangle":
+            moved, scale = self._diagonal()
+            second = moved * v / scale
+            return (1 - moved) * (v - self.adjoint(second)) + second
         return self._backslash(v, transpose=True)
 
     def _solve(self, w: Tensor) -> Tensor:
@@ -93,7 +104,20 @@ class LinearPart:
             return self._over(push, push_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
             return self._contract(self.apply, w)
+        if self._road == "triangle":
+            moved, scale = self._diagonal()
+            first = (1 - moved) * w
+            return first + moved * (w - self.apply(first)) / scale
         return self._backslash(w, transpose=False)
+
+    def _diagonal(self) -> tuple[Tensor, Tensor]:
+        """Which entries a coupling block transforms, and their scales; 1 for the others."""
+        moved = self._moved
+        if moved is None:
+            raise NotMeasured(f"{self._who()} is not a coupling block")
+        if self._scales is None:
+            self._scales = torch.where(moved > 0, self.apply(moved.expand(len(self.x), -1)), 1.0)
+        return moved, self._scales
 
     def _contract(self, apply, w: Tensor) -> Tensor:
         v, size = w, w.norm().clamp_min(1e-300)
@@ -128,15 +152,20 @@ class LinearPart:
             raise NotMeasured(
                 f"{self._who()} turns {self.x[0].numel()} numbers into {self.z[0].numel()}: it has no inverse"
             )
-        roads = [self._road, *(r for r in ("contraction", "dense") if r != self._road)]
+        roads = dict.fromkeys([self._road, "inverse", "contraction", "dense"])
         for road in roads:
             if road == "dense" and self.x[0].numel() > _DENSE:
                 continue
             self._road = road
             try:
-                v = self._solve(w)
+                v, u = self._solve(w), self._solve_adjoint(w)
                 left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
-            except (RuntimeError, NotImplementedError, AssertionError, ValueError):
+                # The adjoint belongs to the same map: <w, J^-1 w> = <J^-T w, w>.
+                pair = ((w * v).sum(1) - (u * w).sum(1)).abs() / (
+                    w.norm(dim=1) * torch.maximum(v.norm(dim=1), u.norm(dim=1))
+                )
+                left = torch.maximum(left, pair)
+            except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError):
                 continue
             self.residual = float(left.max())
             if self.residual <= _WORST_RESIDUAL:
@@ -233,6 +262,17 @@ class Linearized:
 def _is_residual(part: Bijection) -> bool:
     inner = part.block if isinstance(part, OnKept) else part
     return isinstance(inner, Residual)
+
+
+def _moved_entries(part: Bijection, x: Tensor) -> Tensor | None:
+    """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
+    inner = part.block if isinstance(part, OnKept) else part
+    if not isinstance(inner, (AdditiveCoupling, AffineCoupling)):
+        return None
+    like = x.new_zeros(1, *part.kept_shape) if isinstance(part, OnKept) else x[:1]
+    passed, moved = inner.partition.split(like)
+    mask = inner.partition.merge(torch.zeros_like(passed), torch.ones_like(moved)).flatten(1)
+    return torch.cat((mask, mask.new_zeros(1, x[0].numel() - mask.shape[1])), 1)
 
 
 def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:

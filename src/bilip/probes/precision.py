@@ -114,6 +114,9 @@ class Precision(Probe):
                 f"{rung.name} is emulated: parameters, inputs and the outputs of {blocks} "
                 f"block{'s' * (blocks != 1)} are rounded to it, blocks compute inside in float32"
             )
+        if bool(found.failed.any()):
+            raised = int(found.failed.sum())
+            notes.append(f"{rung.name}: the model raised for {raised} of {len(x)} samples ({found.message[:200]})")
         limit = math.sqrt(max(rung.eps, subject.eps))
         broken = ~torch.isfinite(found.relative)
         errors = torch.where(broken, torch.inf, found.relative)
@@ -202,7 +205,7 @@ def condition_numbers(
     Example:
         >>> from bilip.blocks import DiagonalScaling
         >>> found = condition_numbers(Subject.of(DiagonalScaling(torch.tensor([4.0, 0.5]))), torch.zeros(1, 2))
-        >>> round(float(found), 9)
+        >>> round(float(found), 6)
         8.0
     """
     at = Linearized(subject, x, context)

@@ -260,7 +260,8 @@ def _extreme(rows: list[dict], name: str, pick) -> dict:
 def _svdvals(matrix: Tensor) -> Tensor:
     if not bool(torch.isfinite(matrix).all()):
         raise NotMeasured("the Jacobian is not finite in float64")
-    return torch.linalg.svdvals(matrix)
+    # On a GPU the default is Jacobi's method, which took four to ten times as long at d = 3072.
+    return torch.linalg.svdvals(matrix, driver="gesvd" if matrix.is_cuda else None)
 
 
 def _rounding(subject: Subject, x: Tensor, context: Tensor | None, inverse: Tensor) -> float:

@@ -1,0 +1,227 @@
+"""A block of another library as a bijection."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilip.adapters._agree import agree
+from bilip.blocks import Bijection, Chain
+from bilip.blocks.reach import Reach, Step
+from bilip.bounds import BlockBound, Box
+from bilip.errors import BilipError, InputError, UnknownLipschitz
+from bilip.nets.layers import hooked
+
+__all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
+
+
+class Foreign(Bijection):
+    r"""A module of another library, seen as $z = F(x)$ from data to latents.
+
+    It holds the module itself, so parameters, `state_dict`, `.double()`, `.eval()` and `copy.deepcopy` reach it. What the
+    library raises passes through unchanged. Bounds come from a *twin*: a bilip block with the same nets that computes
+    the same function and is used for proofs alone; a module without one raises `UnknownLipschitz`.
+
+    A new library is one subclass with `push` and `pull`.
+
+    Args:
+        module: The foreign module.
+        kind: Its name in reports; the name of its class by default.
+
+    Attributes:
+        library: The library it comes from.
+        kind: The foreign class.
+        has_log_det: Whether there is a log-determinant; without one `forward_and_log_det` raises a `BilipError`.
+        stochastic_log_det: Whether the log-determinant is an estimate that differs from call to call.
+
+    Example:
+        >>> class Shift(nn.Module):
+        ...     def forward(self, x):
+        ...         return x + 1
+        ...     def inverse(self, z):
+        ...         return z - 1
+        >>> from bilip.adapters import as_bijection
+        >>> block = as_bijection(Shift())
+        >>> isinstance(block, Foreign), block.kind, block.inverse(torch.ones(1, 2))
+        (True, 'Shift', tensor([[0., 0.]]))
+    """
+
+    library: str = "generic"
+    has_log_det: bool = True
+    stochastic_log_det: bool = False
+
+    def __init__(self, module: nn.Module, *, kind: str | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.kind = type(module).__name__ if kind is None else kind
+
+    # ---- what a library defines
+
+    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+        """Data to latent; the second entry is the log-determinant as the library gives it, or `None`."""
+        raise BilipError(f"{type(self).__name__} defines no push.")
+
+    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+        """Latent to data, with the log-determinant of that direction, or `None`."""
+        raise BilipError(f"{type(self).__name__} defines no pull.")
+
+    def twin(self) -> Bijection:
+        """A bilip block that computes the same function, for proofs."""
+        raise self.unproved()
+
+    def context_shape(self) -> tuple[int, ...] | None:
+        """Shape of one context, for a twin that needs one."""
+        return None
+
+    def unproved(self, why: str = "its scale and its nets are not known to bilip") -> UnknownLipschitz:
+        """The error for a block about which nothing can be proved."""
+        return UnknownLipschitz(
+            f"no bound can be proved for {self.kind} of {self.library}: {why}. Measure it instead with the probes, or "
+            "rebuild it from bilip.blocks."
+        )
+
+    # ---- the maps
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        self.check(x)
+        return self._whole(x, self.push(x, context, log_det=False)[0])
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        self.check(z)
+        return self._whole(z, self.pull(z, context, log_det=False)[0])
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.check(x)
+        self._require_log_det()
+        z, log_det = self.push(x, context, log_det=True)
+        if log_det is None:
+            raise self._no_log_det()
+        return self._whole(x, z), per_sample(log_det, x)
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.check(z)
+        self._require_log_det()
+        x, log_det = self.pull(z, context, log_det=True)
+        if log_det is None:
+            return x, -self.forward_and_log_det(x, context)[1]
+        return self._whole(z, x), per_sample(log_det, z)
+
+    def _require_log_det(self) -> None:
+        if not self.has_log_det:
+            raise self._no_log_det()
+
+    def _no_log_det(self) -> BilipError:
+        return BilipError(
+            f"{self.kind} of {self.library} gives no log-determinant. Pass one with "
+            "as_bijection(model, log_det=lambda x: ...); its inverse can be measured without."
+        )
+
+    def _whole(self, before: Tensor, after: Tensor) -> Tensor:
+        """A bijection keeps the number of entries; a tensor with fewer has dropped latents."""
+        if not isinstance(after, Tensor) or len(after) != len(before) or after.numel() != before.numel():
+            got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
+            raise InputError(
+                f"{self.kind} maps a batch of shape {tuple(before.shape)} to {got}: a bijection keeps every entry. "
+                "Return all latents (a tuple of them is joined), none dropped."
+            )
+        return after
+
+    # ---- shapes
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.trace_shape(shape, inverse=False) if self.reshapes() else tuple(shape)
+
+    def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.trace_shape(shape, inverse=True) if self.reshapes() else tuple(shape)
+
+    def reshapes(self) -> bool:
+        """Whether latents may have another shape than inputs."""
+        return False
+
+    @torch.no_grad()
+    def trace_shape(self, shape: Sequence[int], *, inverse: bool) -> tuple[int, ...]:
+        """The shape that comes out, found by a run of an evaluation copy on constant numbers."""
+        twin = copy.deepcopy(self).eval()
+        like = reference(self)
+        x = torch.full((2, *shape), 0.5, dtype=like.dtype, device=like.device)
+        return tuple((twin.inverse if inverse else twin.forward)(x).shape[1:])
+
+    # ---- proofs, by the twin
+
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        twin = self._checked_twin(reach.box.shape, context)
+        return self._one_row(twin.advance(reach, context, formula, name), name)
+
+    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        twin = self._latent_twin(reach.box, context)
+        return self._one_row(twin.retreat(reach, context, formula, name), name)
+
+    def _latent_twin(self, box: Box, context: Box | None) -> Bijection:
+        return self._checked_twin(self.in_shape(box.shape) if box.shape else (), context)
+
+    def _one_row(self, step: Step, name: str) -> Step:
+        magnitude = max((row.magnitude for row in step.blocks), default=math.inf)
+        row = BlockBound(name or "0", self.kind, step.log_forward, step.log_inverse, magnitude)
+        return Step(step.log_forward, step.log_inverse, step.reach, (row,))
+
+    def _checked_twin(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
+        if any(hooked(part) for part in self.module.modules()):
+            raise self.unproved("hooks may change what it computes")
+        twin = self.twin()
+        if shape and not agree(self, twin, shape, context, self.context_shape()):
+            raise self.unproved("the installed version computes something else than the one bilip knows")
+        return twin
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self._checked_twin(box.shape, context).log_lip(box, context, formula)
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self._latent_twin(box, context).log_lip_inverse(box, context, formula)
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        return self._checked_twin(box.shape, context).interval(box, context)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        return self._latent_twin(box, context).interval_inverse(box, context)
+
+    def _get_name(self) -> str:
+        return f"{type(self).__name__}[{self.kind}]"
+
+
+def per_sample(log_det: Any, like: Tensor) -> Tensor:
+    """A log-determinant of shape `(batch,)` from whatever a library gives: a number, one for all, one an entry."""
+    value = torch.as_tensor(log_det, dtype=like.dtype, device=like.device)
+    if value.ndim > 1:
+        value = value.flatten(1).sum(1)
+    return value.expand(len(like))
+
+
+def reference(module: nn.Module) -> Tensor:
+    """A tensor with the dtype and device of a module: its first floating parameter or buffer."""
+    tensors = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+    return next(tensors, torch.empty(()))
+
+
+def compose(blocks: Sequence[Bijection], shape: Sequence[int] | None = None) -> Bijection:
+    """One block as it is, several as a chain."""
+    if len(blocks) != 1:
+        return Chain(*blocks, shape=shape)
+    if shape is not None:
+        blocks[0].shape = tuple(int(n) for n in shape)
+    return blocks[0]
+
+
+def has_log_det(bijection: Bijection) -> bool:
+    """Whether every part of a bijection gives a log-determinant.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> has_log_det(real_nvp(2))
+        True
+    """
+    return all(block.has_log_det for block in bijection.modules() if isinstance(block, Foreign))

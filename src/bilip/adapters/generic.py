@@ -1,0 +1,178 @@
+"""Anything with a forward and an inverse: pairs of callables, and modules with an `inverse` method."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from bilip.adapters._function import Function
+from bilip.adapters._inspect import CONTEXT_NAMES, call, context_name, join_parts, no_inverse, split_parts
+from bilip.adapters.base import Base
+from bilip.adapters.foreign import Foreign, compose
+from bilip.blocks import Bijection
+from bilip.errors import InputError
+
+__all__ = ["Callables", "from_callables", "recognise"]
+
+
+def from_callables(
+    forward: Callable[..., Any],
+    inverse: Callable[..., Any],
+    *,
+    log_det: Callable[..., Any] | None = None,
+    inverse_log_det: Callable[..., Any] | None = None,
+    shape: Sequence[int] | None = None,
+    kind: str | None = None,
+) -> Bijection:
+    r"""A bijection from two callables.
+
+    Args:
+        forward: Data to latent. It returns z, several latents, or either with a log-determinant: `(z, log_det)`. An
+            argument named `context`, `condition`, `c`, `y` or the like, or a second one without a default, is the context.
+        inverse: Latent to data, likewise. Several latents are given back as `forward` returned them.
+        log_det: log |det J_F| as a function of x, if `forward` does not return it.
+        inverse_log_det: log |det J_F^-1| as a function of z, if `inverse` does not return it; minus the former by default.
+        shape: Shape of one sample.
+        kind: Its name in reports.
+
+    Example:
+        >>> import torch
+        >>> flow = from_callables(torch.sinh, torch.asinh, log_det=lambda x: torch.log(torch.cosh(x)))
+        >>> x = torch.randn(5, 2)
+        >>> z, log_det = flow.forward_and_log_det(x)
+        >>> bool(torch.allclose(flow.inverse(z), x, atol=1e-5)), log_det.shape
+        (True, torch.Size([5]))
+    """
+    for name, value in (("forward", forward), ("inverse", inverse)):
+        if not callable(value):
+            raise InputError(f"from_callables({name}={type(value).__name__}): expected a callable.")
+    return compose([Callables(forward, inverse, log_det, inverse_log_det, kind=kind)], shape)
+
+
+def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base | None, str] | None:
+    """A pair of callables or a module with an inverse."""
+    if isinstance(model, tuple) and len(model) == 2 and all(callable(part) for part in model):
+        return from_callables(model[0], model[1], shape=shape), None, "generic"
+    if isinstance(model, nn.Module) and callable(getattr(model, "inverse", None)):
+        forward: Any = model
+        inverse: Any = model.inverse
+        if getattr(inverse, "__isabstractmethod__", False):
+            raise no_inverse(model, "the method is abstract")
+        if callable(getattr(model, "forward_and_log_det", None)):
+            forward = model.forward_and_log_det
+        if callable(getattr(model, "inverse_and_log_det", None)):
+            inverse = model.inverse_and_log_det
+        return from_callables(forward, inverse, shape=shape, kind=type(model).__name__), None, "generic"
+    return None
+
+
+class Callables(Foreign):
+    """Two callables; see `from_callables`."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        inverse: Callable[..., Any],
+        log_det: Callable[..., Any] | None = None,
+        inverse_log_det: Callable[..., Any] | None = None,
+        *,
+        kind: str | None = None,
+    ) -> None:
+        name = getattr(forward, "__name__", type(forward).__name__) if kind is None else kind
+        super().__init__(Function(forward), kind=name)
+        self.back = Function(inverse)
+        self.extra = nn.ModuleDict()
+        for key, function in (("forward", log_det), ("inverse", inverse_log_det)):
+            if function is not None:
+                self.extra[f"{key}_log_det"] = Function(function)
+        self._names = {
+            "forward": context_name(_signature(forward)),
+            "inverse": context_name(_signature(inverse)),
+            "forward_log_det": None if log_det is None else context_name(_signature(log_det)),
+            "inverse_log_det": None if inverse_log_det is None else context_name(_signature(inverse_log_det)),
+        }
+        self._arguments = _arguments(inverse)
+        self._layout: list[tuple[int, ...]] | None = None
+        self._sequence: type = tuple
+
+    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+        parts, value = _read(call(self.module, x, context, self._names["forward"]), x)
+        if len(parts) > 1:
+            self._layout = [tuple(part.shape[1:]) for part in parts]
+            self._sequence = parts.kind
+        else:
+            self._layout = None
+        if value is None and "forward_log_det" in self.extra:
+            value = self._extra("forward_log_det", x, context) if log_det else None
+        elif value is None:
+            self.has_log_det = False
+        return parts.joined(), value
+
+    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+        name = self._names["inverse"]
+        if self._layout is None:
+            out = call(self.back, z, context, name)
+        elif 1 < len(self._layout) <= self._arguments:  # it takes the parts as arguments of their own
+            given = {name: context} if name in CONTEXT_NAMES and context is not None else {}
+            out = self.back(*split_parts(z, self._layout), **given)
+        else:
+            out = call(self.back, self._sequence(split_parts(z, self._layout)), context, name)
+        parts, value = _read(out, z)
+        if value is None and log_det and "inverse_log_det" in self.extra:
+            value = self._extra("inverse_log_det", z, context)
+        return parts.joined(), value
+
+    def _extra(self, name: str, x: Tensor, context: Tensor | None) -> Tensor:
+        value = call(self.extra[name], x, context, self._names[name])
+        return value.flatten(1).sum(1) if isinstance(value, Tensor) and value.ndim > 1 else value
+
+    def reshapes(self) -> bool:
+        return True
+
+
+class _Parts(list):
+    """Latents as they came, with the kind of sequence they came in."""
+
+    kind: type = tuple
+
+    def joined(self) -> Any:
+        return self[0] if len(self) == 1 else join_parts(self)
+
+
+def _read(out: Any, x: Tensor) -> tuple[_Parts, Any]:
+    """Tell latents from a log-determinant: the latents of a bijection have as many entries as its input."""
+    if not isinstance(out, (tuple, list)):
+        return _Parts([out]), None
+    values = list(out)
+    if values and isinstance(values[0], (tuple, list)):
+        parts, rest = _Parts(values[0]), values[1:]
+        parts.kind = type(values[0])
+        return parts, rest[0] if rest else None
+    total = 0
+    for k, value in enumerate(values):
+        total += value.numel() if isinstance(value, Tensor) else 0
+        if total == x.numel():
+            parts = _Parts(values[: k + 1])
+            parts.kind = type(out)
+            return parts, values[k + 1] if k + 1 < len(values) else None
+    return _Parts([values[0]]), None
+
+
+def _signature(function: Any) -> Callable[..., Any]:
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _arguments(function: Any) -> float:
+    """How many arguments a callable asks for, contexts with a usual name left out; infinity for `*args`."""
+    try:
+        parameters = list(inspect.signature(_signature(function)).parameters.values())
+    except (TypeError, ValueError):
+        return 1
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return math.inf
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return len(named[:1]) + len([name for name in named[1:] if name not in CONTEXT_NAMES])

@@ -1,0 +1,26 @@
+"""Where x comes from: arrays and files, toy data, images, noise."""
+
+from bilip.data.convert import as_source
+from bilip.data.dequantize import Cell, cell, dequantize
+from bilip.data.images import Images, cifar10, load_images
+from bilip.data.noise import NOISE_NAMES, noise
+from bilip.data.source import Batch, Source, Statistics
+from bilip.data.toy import checkerboard, gaussians, two_moons
+
+__all__ = [
+    "NOISE_NAMES",
+    "Batch",
+    "Cell",
+    "Images",
+    "Source",
+    "Statistics",
+    "as_source",
+    "cell",
+    "checkerboard",
+    "cifar10",
+    "dequantize",
+    "gaussians",
+    "load_images",
+    "noise",
+    "two_moons",
+]

@@ -1,0 +1,166 @@
+"""Labelled images from files: CIFAR-10 in its three forms, `.npz`, and folders."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilip.data.files import open_file
+from bilip.data.folder import FolderRows
+from bilip.data.pickles import load_plain
+from bilip.errors import InputError
+
+__all__ = ["Images", "cifar10", "load_images"]
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+RECORD = 1 + 3 * 32 * 32  # one label, then the red, green and blue planes
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in memory.
+
+    Attributes:
+        x: Pixels, uint8 of shape (count, channels, height, width).
+        y: Labels, int64 of shape (count,), or None.
+        classes: Names of the labels, where known.
+
+    Example:
+        >>> from bilip.data import as_source
+        >>> images = Images(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([1, 0]), ("cat", "dog"))
+        >>> as_source("photos", images.x).first(2).x.dtype
+        torch.float32
+    """
+
+    x: Tensor
+    y: Tensor | None = None
+    classes: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def cifar10(folder: str | Path, *, split: str = "train") -> Images:
+    """CIFAR-10 from a folder that holds it in any of its forms.
+
+    These are looked for, also in a folder `cifar-10-batches-bin` or `cifar-10-batches-py` below: the binary batches
+    (`data_batch_1.bin`, ..., `test_batch.bin`); the Python batches (`data_batch_1`, ..., `test_batch`), which are
+    pickles and are read without running anything in them; `cifar10_train.npz` and `cifar10_test.npz`; folders of
+    images `train/airplane`, ... . Training batches that are missing are left out.
+
+    Args:
+        folder: The folder.
+        split: `"train"` or `"test"`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "test_batch.bin").write_bytes(bytes([3] + [255] * 3072))
+        ...     images = cifar10(folder, split="test")
+        >>> images.x.shape, images.classes[images.y[0]]
+        (torch.Size([1, 3, 32, 32]), 'cat')
+    """
+    root = Path(folder)
+    if split not in ("train", "test"):
+        raise InputError(f"cifar10(split={split!r}): expected 'train' or 'test'.")
+    if not root.is_dir():
+        raise InputError(f"cifar10: {root} is not a folder.")
+    names = [f"data_batch_{k}" for k in range(1, 6)] if split == "train" else ["test_batch"]
+    for suffix, read, below in ((".bin", _binary, "cifar-10-batches-bin"), ("", _pickled, "cifar-10-batches-py")):
+        for place in (root, root / below):
+            paths = [place / f"{name}{suffix}" for name in names if (place / f"{name}{suffix}").is_file()]
+            if paths:
+                parts = [read(path) for path in paths]
+                x, y = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+                return Images(x, y, CIFAR10_CLASSES)
+    if (root / f"cifar10_{split}.npz").is_file():
+        found = load_images(root / f"cifar10_{split}.npz")
+        return Images(found.x, found.y, CIFAR10_CLASSES)
+    if (root / split).is_dir():
+        return load_images(root / split)
+    raise InputError(
+        f"cifar10: {root} holds no {split} images in a form that is known: {names[0]}.bin, {names[0]}, "
+        f"cifar10_{split}.npz or {split}/<class>/*.png."
+    )
+
+
+def load_images(path: str | Path) -> Images:
+    """Images and labels of an `.npz` file (`x` uint8, channels last or first; optionally `y`) or of a folder.
+
+    Where all images of a folder lie in folders below it, these are the classes, in the order of their names.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "few.npz")
+        ...     np.savez(file, x=np.zeros((4, 8, 8, 3), np.uint8), y=np.arange(4))
+        ...     images = load_images(file)
+        >>> images.x.shape, images.y
+        (torch.Size([4, 3, 8, 8]), tensor([0, 1, 2, 3]))
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix.lower() != ".npz":
+        raise InputError(f"load_images: {path} is neither a folder nor an .npz file.")
+    rows, _ = open_file(path)
+    if rows.dtype != torch.uint8 or len(rows.shape) != 3:
+        raise InputError(
+            f"load_images: {path}, array 'x', has shape {(rows.count, *rows.shape)}, {rows.dtype}; expected uint8 of "
+            "shape (count, height, width, channels) or (count, channels, height, width)."
+        )
+    x = rows.read(0, rows.count)
+    if rows.shape[-1] in (1, 3) and rows.shape[0] not in (1, 3):
+        x = x.movedim(-1, 1).contiguous()
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            y = archive["y"] if "y" in archive.files else None
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"load_images: {path}, array 'y', cannot be read: {error}") from error
+    if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "iu"):
+        raise InputError(f"load_images: {path}, array 'y', is {y.dtype} of shape {y.shape}; expected {len(x)} labels.")
+    return Images(x, None if y is None else torch.from_numpy(y.astype(np.int64)))
+
+
+def _folder(folder: Path) -> Images:
+    rows = FolderRows(folder)
+    x = rows.read(0, rows.count)
+    parts = [path.relative_to(folder).parts for path in rows.paths]
+    if any(len(part) < 2 for part in parts):
+        return Images(x)
+    classes = tuple(sorted({part[0] for part in parts}))
+    return Images(x, torch.tensor([classes.index(part[0]) for part in parts]), classes)
+
+
+def _binary(path: Path) -> tuple[Tensor, Tensor]:
+    raw = np.fromfile(path, np.uint8)
+    if not len(raw) or len(raw) % RECORD:
+        raise InputError(
+            f"cifar10: {path} has {len(raw)} bytes, which is not a whole number of images of {RECORD} bytes: it is "
+            "truncated or foreign."
+        )
+    records = raw.reshape(-1, RECORD)
+    return _checked(path, records[:, 1:].copy(), records[:, 0].astype(np.int64))
+
+
+def _pickled(path: Path) -> tuple[Tensor, Tensor]:
+    content = load_plain(path)
+    batch = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in content.items()}
+    data, labels = batch.get("data"), batch.get("labels")
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != RECORD - 1:
+        raise InputError(f"cifar10: {path} holds no array 'data' of bytes with shape (count, 3072).")
+    if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(k, int) for k in labels):
+        raise InputError(f"cifar10: {path} holds no list 'labels' of {len(data)} numbers.")
+    return _checked(path, data, np.array(labels, np.int64))
+
+
+def _checked(path: Path, data: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    if len(labels) and not 0 <= labels.min() <= labels.max() < 10:
+        raise InputError(f"cifar10: {path} holds labels {labels.min()} to {labels.max()}; expected 0 to 9.")
+    return torch.from_numpy(data.reshape(-1, 3, 32, 32)), torch.from_numpy(labels)

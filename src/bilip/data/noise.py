@@ -1,0 +1,136 @@
+"""Noise to look at a model outside its data."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilip.data.rows import ChunkRows, MappedRows, Rows
+from bilip.data.source import Source
+from bilip.errors import InputError
+
+__all__ = ["NOISE_NAMES", "noise"]
+
+NOISE_NAMES = ("uniform", "gaussian", "rademacher", "scaled")
+
+
+def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bool = False) -> Source:
+    r"""An out-of-distribution source of the shape, dtype and range of some data.
+
+    With c the centre and h the half-width of the range of the data, and an optional factor f after a colon:
+
+    * `"uniform"`, `"uniform:2"`: each entry uniform on $[c - fh, c + fh]$;
+    * `"gaussian"`, `"gaussian:2"`: each entry normal, mean c, standard deviation fh;
+    * `"rademacher"`: each entry $c - fh$ or $c + fh$ with probability 1/2;
+    * `"scaled"`, `"scaled:4"`: the data times f, 10 by default; no more samples than there are data.
+
+    Gaussian noise is not clipped by default: clipping puts an atom of probability on both ends of the range, 16% each
+    at f = 1, and a model that begins with a logit has no value there. Published tables often do clip; `clip=True`
+    does it, to $[c - fh, c + fh]$.
+
+    Sample k depends on the spec, the seed and the data alone, not on the batch size, and no sample is kept in memory.
+    Where the data have contexts, noise takes them in order, from the beginning again when they run out.
+
+    Args:
+        spec: The kind of noise and its factor.
+        like: The data.
+        count: Number of samples.
+        seed: Seed, 0 or more.
+        clip: Clip Gaussian noise.
+
+    Example:
+        >>> from bilip.data import as_source
+        >>> data = as_source("test", torch.tensor([[-4.0, 4.0], [0.0, 1.0]]))
+        >>> noise("uniform:2", data, count=1000)
+        Source('uniform:2', ood, 1000 samples of shape (2,): uniform noise on [-8, 8], seed 0)
+        >>> sorted(set(noise("rademacher", data).first(100).x.flatten().tolist()))
+        [-4.0, 4.0]
+        >>> noise("scaled:3", data).first(1).x
+        tensor([[-12.,  12.]])
+    """
+    kind, factor = parse(spec)
+    for label, number, least in (("count", count, 1), ("seed", seed, 0)):
+        if not isinstance(number, int) or number < least:
+            raise InputError(f"noise({spec!r}, {label}={number!r}): expected a whole number, {least} or more.")
+    if kind == "scaled":
+        count = min(count, like.count)
+        rows = MappedRows(like.rows, lambda x: x * factor, count=count)
+        context = None if like.context_rows is None else _Around(like.context_rows, count)
+        return Source(spec, rows, role="ood", description=f"{like.name} times {factor:g}", context=context)
+    statistics = like.statistics()
+    center, half = statistics.center, statistics.half_range * factor
+    if not (math.isfinite(center) and math.isfinite(half)):
+        like.check()
+        raise InputError(f"noise({spec!r}): the range of source {like.name!r} times {factor:g} is not finite.")
+    if half == 0:
+        raise InputError(
+            f"noise({spec!r}): every entry of source {like.name!r} is {center:g}, so it has no range to draw from."
+        )
+    low, high = center - half, center + half
+    rules: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], np.ndarray], str]] = {
+        "uniform": (
+            lambda rng, size: low + (high - low) * rng.random(size),
+            f"uniform noise on [{low:.4g}, {high:.4g}]",
+        ),
+        "gaussian": (
+            lambda rng, size: center + half * rng.standard_normal(size),
+            f"gaussian noise, mean {center:.4g}, std {half:.4g}",
+        ),
+        "rademacher": (
+            lambda rng, size: np.where(rng.integers(0, 2, size) == 0, low, high),
+            f"rademacher noise on {{{low:.4g}, {high:.4g}}}",
+        ),
+    }
+    draw, text = rules[kind]
+    if clip and kind == "gaussian":
+        text += f", clipped to [{low:.4g}, {high:.4g}]"
+
+    def make(index: int) -> Tensor:
+        rng = np.random.default_rng((seed, index, zlib.crc32(kind.encode())))
+        values = draw(rng, (ChunkRows.CHUNK, *like.shape))
+        return torch.from_numpy(np.clip(values, low, high) if clip else values).to(like.dtype)
+
+    rows = ChunkRows(count, like.shape, like.dtype, make)
+    context = None if like.context_rows is None else _Around(like.context_rows, count)
+    return Source(spec, rows, role="ood", description=f"{text}, seed {seed}", context=context)
+
+
+class _Around(Rows):
+    """Rows of another store, from the beginning again when they run out."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        super().__init__(count, rows.shape, rows.dtype)
+        self.rows = rows
+
+    def read(self, start: int, stop: int) -> Tensor:
+        parts = []
+        while start < stop:
+            offset = start % self.rows.count
+            take = min(stop - start, self.rows.count - offset)
+            parts.append(self.rows.read(offset, offset + take))
+            start += take
+        return torch.cat(parts)
+
+
+def parse(spec: str) -> tuple[str, float]:
+    """Kind and factor of a spec such as `"uniform:2"`."""
+    if not isinstance(spec, str):
+        raise InputError(f"noise({spec!r}): expected a string such as 'uniform' or 'uniform:2'.")
+    kind, colon, text = spec.partition(":")
+    if kind not in NOISE_NAMES:
+        near = difflib.get_close_matches(kind.lower(), NOISE_NAMES, 1, 0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"noise({spec!r}): the kinds of noise are {', '.join(NOISE_NAMES)}.{hint}")
+    try:
+        factor = float(text) if colon else 10.0 if kind == "scaled" else 1.0
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise InputError(f"noise({spec!r}): after the colon comes a positive factor, such as '{kind}:4'.")
+    return kind, factor

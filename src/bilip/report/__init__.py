@@ -1,0 +1,26 @@
+"""From a record to its readers: a terminal table, Markdown, or one self-contained HTML page. Needs no torch."""
+
+from bilip.report.comparison import (
+    Change,
+    Comparison,
+    VerdictChange,
+    compare,
+    comparison_markdown,
+    print_comparison,
+)
+from bilip.report.markdown import to_markdown
+from bilip.report.page import to_html, write_html
+from bilip.report.terminal import print_terminal
+
+__all__ = [
+    "Change",
+    "Comparison",
+    "VerdictChange",
+    "compare",
+    "comparison_markdown",
+    "print_comparison",
+    "print_terminal",
+    "to_html",
+    "to_markdown",
+    "write_html",
+]

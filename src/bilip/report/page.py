@@ -1,0 +1,193 @@
+"""One self-contained HTML page: it makes no request, and holds the record it was made from."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from bilip.errors import InputError
+from bilip.record import AuditRecord, write_aside
+from bilip.report.cards import Card, cards
+from bilip.report.extras import need
+from bilip.report.format import USE_TITLES, clean, number
+from bilip.report.parts import Figure, Section
+from bilip.report.sections import sections
+from bilip.report.summary import Summary, summarize
+
+__all__ = ["Records", "to_html", "write_html"]
+
+Records = AuditRecord | Mapping[str, AuditRecord] | Sequence[AuditRecord]
+
+
+def write_html(records: Records, path: str | Path, *, title: str | None = None) -> None:
+    """Write one page for a record, or for several side by side.
+
+    Args:
+        records: A record, a list of them, or records by name.
+        path: The file to write, whole or not at all.
+        title: Heading of the page.
+
+    Raises:
+        InputError: There is no record, or the file cannot be written.
+        MissingExtra: jinja2 or plotly is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_html(AuditRecord(model={"name": "flow"}), f"{folder}/run.html")
+        ...     pathlib.Path(f"{folder}/run.html").read_text(encoding="utf-8")[:15]
+        '<!doctype html>'
+    """
+    write_aside(path, to_html(records, title=title))
+
+
+def to_html(records: Records, *, title: str | None = None) -> str:
+    """The page as text.
+
+    Example:
+        >>> page = to_html({"one": AuditRecord(), "two": AuditRecord()}, title="Two flows")
+        >>> "<h1>Two flows</h1>" in page
+        True
+    """
+    named = _by_name(records)
+    jinja2 = need("jinja2", "the HTML page")
+    loader = jinja2.PackageLoader("bilip.report", "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    markup = need("markupsafe", "the HTML page").Markup
+    shelf = Shelf()
+    views = [View.of(i, name, record, shelf) for i, (name, record) in enumerate(named.items())]
+    heading = title or (f"Audit of {views[0].name}" if len(views) == 1 else f"Audit of {len(views)} models")
+    page = environment.get_template("page.html.j2").render(
+        title=clean(heading, 300),
+        views=views,
+        titles=USE_TITLES,
+        several=len(views) > 1,
+        style=markup(_asset("style.css")),
+        script=markup(_asset("page.js")),
+        headline=_headline([view.cards for view in views]),
+        uses=list({card.use: card for view in views for card in view.cards}.values()),
+        figures=lambda: markup(_json(shelf.figures)),
+        plotly=lambda: markup(_plotly()) if shelf.figures else "",
+        records=[markup(record.to_json().replace("<", "\\u003c")) for record in named.values()],
+    )
+    return page.lstrip().encode("utf-8", "replace").decode("utf-8")
+
+
+class Shelf:
+    """Collects the figures of a page and gives each its id."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def put(self, figure: Figure) -> str:
+        """Keep a figure; its id in the page."""
+        name = f"figure-{len(self.figures) + 1}"
+        self.figures[name] = {
+            "data": figure.data,
+            "layout": figure.layout,
+            "height": figure.height,
+            "square": figure.square,
+        }
+        return name
+
+
+@dataclass(frozen=True)
+class View:
+    """What the template needs of one record."""
+
+    id: str
+    name: str
+    summary: Summary
+    cards: list[Card]
+    sections: list[Section]
+    command: str
+    repeat: list[tuple[str, list[tuple[str, str]]]]
+    put: Any
+
+    @classmethod
+    def of(cls, index: int, name: str, record: AuditRecord, shelf: Shelf) -> View:
+        """The view of the index-th record."""
+        settings = {k: v for k, v in record.settings.items() if k not in ("thresholds", "command")}
+        thresholds = record.settings.get("thresholds")
+        groups = {
+            "Settings": settings,
+            "Thresholds": thresholds if isinstance(thresholds, Mapping) else {},
+            "Environment": record.environment,
+            "Sources": {s.get("name", ""): _source(s) for s in record.sources},
+        }
+        return cls(
+            id=f"model-{index + 1}",
+            name=clean(name, 200),
+            summary=summarize(record),
+            cards=cards(record),
+            sections=sections(record),
+            command=clean(record.settings.get("command") or "", 4000),
+            repeat=[
+                (title, [(clean(k, 200), _plain(v)) for k, v in group.items()])
+                for title, group in groups.items()
+                if group
+            ],
+            put=shelf.put,
+        )
+
+
+def _headline(models: list[list[Card]]) -> str:
+    judged = [model for model in models if any(card.status != "not-measured" for card in model)]
+    sound = sum(all(card.status != "unsafe" for card in model) for model in judged)
+    return f"{sound} of {len(models)} models: no use was found unsafe." if judged else "No use of any model was judged."
+
+
+def _by_name(records: Records) -> dict[str, AuditRecord]:
+    if isinstance(records, AuditRecord):
+        records = [records]
+    if isinstance(records, Mapping):
+        found = {str(name): record for name, record in records.items()}
+    else:
+        found = {}
+        for record in records:
+            name = str(record.model.get("name") or "unnamed model") if isinstance(record, AuditRecord) else "?"
+            same = sum(n == name or n.startswith(f"{name} (") for n in found)
+            found[f"{name} ({same + 1})" if name in found else name] = record
+    if not found:
+        raise InputError("there is no record to show; pass at least one AuditRecord.")
+    for name, record in found.items():
+        if not isinstance(record, AuditRecord):
+            raise InputError(
+                f"{name!r} is a {type(record).__name__}; expected an AuditRecord (AuditRecord.load reads one)."
+            )
+    return found
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    parts = [source.get("role"), f"{number(source.get('count'))} samples", source.get("description")]
+    return ", ".join(clean(p, 300) for p in parts if p)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return clean(", ".join(map(str, value)), 600)
+    if isinstance(value, Mapping):
+        return clean(", ".join(f"{k} {number(v)}" for k, v in value.items()), 600)
+    return number(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return resources.files("bilip.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _plotly() -> str:
+    """plotly.js, compressed: the browser unpacks it, and the page is less than half the size."""
+    source = need("plotly.offline", "the HTML page").get_plotlyjs()
+    return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode()

@@ -1,0 +1,125 @@
+"""What a page is made of: figures, tables, pictures and lines. The template only lays them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from bilip.record import Picture
+from bilip.report.format import as_float, named, word
+
+__all__ = ["Cell", "Figure", "Fold", "Gallery", "Line", "Part", "Section", "Table", "table"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly figure: traces and layout whose colours are names that the page's theme fills in.
+
+    Attributes:
+        title: Heading of the figure.
+        summary: One sentence computed from the numbers, for those who cannot see it.
+        data: Traces.
+        layout: Layout; the page adds fonts and colours.
+        height: In pixels.
+        square: Whether the figure keeps its proportions.
+    """
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    summary: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    height: int = 340
+    square: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text and the key it is sorted by."""
+
+    text: str
+    key: str = ""
+    numeric: bool = False
+
+    @classmethod
+    def of(cls, text: str, value: float) -> Cell:
+        """A number written in its own way."""
+        return cls(text, "NaN" if math.isnan(value) else repr(value).replace("inf", "Infinity"), numeric=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; with `sortable` its heads are buttons."""
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    numeric: tuple[bool, ...]
+    sortable: bool = False
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Groups of pictures that stand side by side."""
+
+    kind: ClassVar[str] = "gallery"
+    title: str
+    groups: tuple[tuple[Picture, ...], ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sentence, and what it is about."""
+
+    kind: ClassVar[str] = "line"
+    text: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Parts behind a click."""
+
+    kind: ClassVar[str] = "fold"
+    label: str
+    parts: tuple[Part, ...]
+
+
+Part = Figure | Table | Gallery | Line | Fold
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question of the audit, explained in plain words and answered by parts."""
+
+    id: str
+    title: str
+    lead: str
+    parts: tuple[Part, ...] = field(default=())
+
+
+def table(
+    caption: str, columns: Iterable[tuple[str, str]], rows: Iterable[Mapping[str, Any]], *, sortable: bool = False
+) -> Table:
+    """A table of record rows; a column is its name in the record and its head. Columns without any value are left out.
+
+    Example:
+        >>> table("t", [("block", "block"), ("share_wrong", "wrong"), ("gain", "gain")], [{"block": "3", "share_wrong": 0.5}]).heads
+        ('block', 'wrong')
+    """
+    rows = list(rows)
+    kept = [(name, head) for name, head in columns if any(row.get(name) is not None for row in rows)]
+    cells = tuple(tuple(_cell(name, row.get(name)) for name, _ in kept) for row in rows)
+    numeric = tuple(any(line[i].numeric for line in cells) for i in range(len(kept)))
+    return Table(caption, tuple(head for _, head in kept), cells, numeric, sortable)
+
+
+def _cell(name: str, value: Any) -> Cell:
+    if isinstance(value, Cell):
+        return value
+    if isinstance(value, (bool, str)) or value is None:
+        return Cell(word(value), word(value))
+    return Cell.of(named(name, value), as_float(value))

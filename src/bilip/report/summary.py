@@ -1,0 +1,224 @@
+"""What a record says in a few lines; the terminal, Markdown and the page tell the same story from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bilip.record import USES, AuditRecord, Measurement, Status, Verdict
+from bilip.report.format import as_float, clean, label, number, plural, shape, share, when
+
+__all__ = ["STATUS_WORDS", "SourceLine", "Summary", "deciding", "ordered_verdicts", "summarize", "verdict_numbers"]
+
+STATUS_WORDS = {Status.SAFE: "safe", Status.UNSAFE: "UNSAFE", Status.NOT_MEASURED: "not measured"}
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """Reconstruction on one source, in words."""
+
+    name: str
+    role: str
+    count: str
+    non_finite: str
+    wrong: str
+    median: str
+    p999: str
+    condition: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A record in a few lines; `advice` holds the uses and what to do for them."""
+
+    name: str
+    facts: tuple[str, ...]
+    headline: str
+    verdicts: tuple[Verdict, ...]
+    sources: tuple[SourceLine, ...]
+    blame: tuple[str, ...]
+    failures: tuple[str, ...]
+    advice: tuple[tuple[tuple[str, ...], str], ...]
+
+    @property
+    def advice_lines(self) -> tuple[str, ...]:
+        """What to do, one line each."""
+        return tuple(f"{', '.join(uses)}: {text}" for uses, text in self.advice)
+
+
+def summarize(record: AuditRecord) -> Summary:
+    """Read a record once and say what matters."""
+    verdicts = ordered_verdicts(record)
+    return Summary(
+        name=clean(record.model.get("name") or "unnamed model"),
+        facts=_facts(record),
+        headline=headline(verdicts),
+        verdicts=verdicts,
+        sources=tuple(_source_line(record, name, role) for name, role in source_names(record)),
+        blame=guilty_lines(record),
+        failures=tuple(
+            f"{share(m.get('share_failed'))} of {clean(m.source, 40)} made the model raise: "
+            + clean(m.get("failure") or "no message", 200)
+            for m in record.find("reconstruction")
+            if as_float(m.get("share_failed")) > 0
+        ),
+        advice=_advice(verdicts),
+    )
+
+
+def ordered_verdicts(record: AuditRecord) -> tuple[Verdict, ...]:
+    """Verdicts in the order of `USES`, then any others."""
+    known = [record.verdicts[use] for use in USES if use in record.verdicts]
+    return (*known, *(v for use, v in record.verdicts.items() if use not in USES))
+
+
+def headline(verdicts: tuple[Verdict, ...]) -> str:
+    """One sentence over all verdicts."""
+    count = {status: sum(v.status == status for v in verdicts) for status in Status}
+    if not verdicts:
+        return "No use was judged."
+    if count[Status.SAFE] == len(verdicts):
+        return (
+            f"Safe for all {plural(len(verdicts), 'use')}."
+            if len(verdicts) > 1
+            else "Safe for the one use that was judged."
+        )
+    parts = [f"{count[Status.UNSAFE]} unsafe"] if count[Status.UNSAFE] else []
+    parts += [f"{count[Status.SAFE]} safe"] if count[Status.SAFE] else []
+    parts += [f"{count[Status.NOT_MEASURED]} not measured"] if count[Status.NOT_MEASURED] else []
+    return f"Of {plural(len(verdicts), 'use')}: {', '.join(parts)}."
+
+
+def verdict_numbers(verdict: Verdict) -> tuple[str, str]:
+    """The deciding number and its limit as people read them; empty where a yes or no decided.
+
+    Example:
+        >>> verdict_numbers(Verdict("sampling", Status.UNSAFE, "2 % are lost.", "non-finite samples", 0.02, 0.0))
+        ('2 %', '0 %')
+    """
+    if verdict.value is None or verdict.number in ("stochastic", "batch_dependent", "cached"):
+        return "", ""
+    part = "share" in verdict.number or " %" in verdict.reason
+    write = share if part else number
+    return write(verdict.value), write(verdict.limit) if verdict.limit is not None else ""
+
+
+def deciding(verdict: Verdict) -> str:
+    """The deciding number beside its limit, as in `p99.9 relative error 7.1e-5 (limit 3.5e-4) on test`."""
+    value, limit = verdict_numbers(verdict)
+    if not value:
+        return clean(verdict.reason)
+    text = f"{label(verdict.number or 'value')} {value}" + (f" (limit {limit})" if limit else "")
+    return text + (f" on {clean(verdict.source, 60)}" if verdict.source else "")
+
+
+def source_names(record: AuditRecord) -> list[tuple[str, str]]:
+    """Names and roles of the sources, also of those that only a measurement names."""
+    names = {str(s.get("name", "")): clean(s.get("role", "")) for s in record.sources}
+    for m in record.find("reconstruction"):
+        names.setdefault(m.source, "")
+    return list(names.items())
+
+
+def non_finite(m: Measurement) -> float:
+    """Share of Inf and NaN among the reconstructions."""
+    parts = [as_float(m.get(name)) for name in ("share_nan", "share_inf")]
+    known = [p for p in parts if not math.isnan(p)]
+    return sum(known) if known else math.nan
+
+
+def worst_condition(record: AuditRecord, source: str) -> tuple[str, float]:
+    """Worst condition number on a source, in words and as a number; with a sign when it is known from one side only."""
+    for m in record.find("spectrum", source):
+        if m.measured and "condition" in m.values:
+            sided = "one-sided" in (m.get("sigma_min_status"), m.get("sigma_max_status"))
+            return ("≥ " if sided else "") + number(m["condition"]), as_float(m["condition"])
+    return number(None), math.nan
+
+
+def _source_line(record: AuditRecord, name: str, role: str) -> SourceLine:
+    found = record.find("reconstruction", name)
+    m = found[0] if found else Measurement("reconstruction", name, reason="not asked for")
+    missing = number(None)
+    has_shares = m.measured and not math.isnan(non_finite(m))
+    return SourceLine(
+        name=clean(name) or missing,
+        role=role or missing,
+        count=number(m.get("count")),
+        non_finite=share(non_finite(m)) if has_shares else missing,
+        wrong=share(m.get("share_wrong")),
+        median=number(m.get("relative_median")),
+        p999=number(m.get("relative_p999")),
+        condition=worst_condition(record, name)[0],
+        reason=clean(m.reason),
+    )
+
+
+def _facts(record: AuditRecord) -> tuple[str, ...]:
+    model = record.model
+    facts = [clean(model[key], 60) for key in ("library", "dtype", "device") if model.get(key)]
+    if model.get("shape"):
+        facts.append(f"input {shape(model['shape'])}")
+    for key, noun in (("parameters", "parameter"), ("blocks", "block")):
+        count = model.get(key)
+        count = len(count) if isinstance(count, (list, tuple)) else count
+        if isinstance(count, int) and not isinstance(count, bool):
+            facts.append(plural(count, noun))
+    return (*facts, when(record.created)) if record.created else tuple(facts)
+
+
+def worst_blame(record: AuditRecord) -> list[Measurement]:
+    """Measurements of blame, the one with the largest carried error first."""
+
+    def key(m: Measurement) -> tuple[bool, float]:
+        carried = [as_float(row.get("carried_max")) for row in m.rows]
+        return m.get("guilty") not in (None, ""), max((c for c in carried if not math.isnan(c)), default=-1.0)
+
+    return sorted((m for m in record.find("blame") if m.measured), key=key, reverse=True)
+
+
+def guilty_lines(record: AuditRecord) -> tuple[str, ...]:
+    """One line for each guilty block, the worst first; three at most."""
+    guilty: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for m in worst_blame(record):
+        if m.get("guilty") not in (None, ""):
+            guilty.setdefault((clean(m["guilty"], 60), clean(m.get("guilty_kind") or "", 60)), []).append(
+                {"source": clean(m.source, 40), "why": clean(m.get("why") or "", 300)}
+            )
+    lines = []
+    for (block, kind), found in list(guilty.items())[:3]:
+        where = ", ".join(f["source"] for f in found[:4] if f["source"])
+        why = found[0]["why"].rstrip(".")
+        lines.append(
+            f"block {block}"
+            + (f" ({kind})" if kind else "")
+            + (f" on {where}" if where else "")
+            + (f": {why}." if why else ".")
+        )
+    return tuple(lines)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text.
+
+    Example:
+        >>> sentences("Look at block 3 (e.g. its scale). Then retrain.")
+        ['Look at block 3 (e.g. its scale).', 'Then retrain.']
+    """
+    return [s for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", clean(text, 2000)) if s]
+
+
+def _advice(verdicts: tuple[Verdict, ...]) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Each sentence of the remedies once, with the uses it is for."""
+    said: dict[str, dict[str, None]] = {}
+    for v in verdicts:
+        for line in sentences(v.remedy):
+            said.setdefault(line, {})[clean(v.use, 60)] = None
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for line, uses in said.items():
+        lines.setdefault(tuple(uses), []).append(line)
+    return tuple((uses, " ".join(found)) for uses, found in lines.items())

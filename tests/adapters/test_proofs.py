@@ -1,0 +1,309 @@
+"""Proven bounds of foreign blocks: the twin computes the same function, and no gain found exceeds the bound."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adapters import zoo
+from bilip.adapters import as_bijection
+from bilip.adapters._scales import AtanExpScale, SoftclipExpScale
+from bilip.bounds import Box
+from bilip.errors import NoGlobalBound, UnknownLipschitz
+from bilip.nets import MLP, Declared
+from bilip.testing import search_gains
+
+
+def nflows_coupling(kind):
+    transforms = pytest.importorskip("nflows.transforms")
+    return getattr(transforms, kind)([1, 0, 1, 0, 0], lambda i, o: MLP(i, o, hidden=(8,), activation="tanh"))
+
+
+def nflows_residual(kind, **options):
+    transforms = pytest.importorskip("nflows.transforms")
+    nets = pytest.importorskip("nflows.nn.nets")
+
+    def net(inputs, outputs):
+        made = nets.ResidualNet(inputs, outputs, 8, num_blocks=1, **options)
+        nn.init.normal_(made.blocks[0].linear_layers[1].weight, std=0.3)
+        return made
+
+    return getattr(transforms, kind)([1, 0, 1, 0, 0], net)
+
+
+def nflows_permutation():
+    return pytest.importorskip("nflows.transforms").RandomPermutation(5)
+
+
+def glasflow_coupling():
+    coupling = pytest.importorskip("glasflow.nflows.transforms.coupling")
+    return coupling.AffineCouplingTransform([1, 0, 1, 0, 0], lambda i, o: MLP(i, o, hidden=(8,), activation="tanh"))
+
+
+def freia(kind, **options):
+    modules = pytest.importorskip("FrEIA.modules")
+    return getattr(modules, kind)([(5,)], subnet_constructor=zoo.net, **options)
+
+
+def freia_permutation():
+    return pytest.importorskip("FrEIA.modules").PermuteRandom([(5,)], seed=0)
+
+
+def freia_images():
+    modules = pytest.importorskip("FrEIA.modules")
+    return modules.GLOWCouplingBlock([(2, 3, 3)], subnet_constructor=zoo.conv)
+
+
+def normflows_coupling(**options):
+    normflows = pytest.importorskip("normflows")
+    outputs = 2 if options.get("scale", True) else 1
+    split = options.get("split_mode", "channel")
+    kept = 3 if split == "channel" else 2
+    net = normflows.nets.MLP([kept, 8, outputs * (5 - kept)], leaky=0.1)
+    return normflows.flows.AffineCouplingBlock(net, **options)
+
+
+def normflows_permutation(mode):
+    return pytest.importorskip("normflows").flows.Permute(5, mode=mode)
+
+
+def zuko_coupling():
+    zuko = pytest.importorskip("zuko")
+    return zuko.flows.coupling.GeneralCouplingTransform(5, hidden_features=(8,), activation=nn.Tanh)
+
+
+def zuko_permutation():
+    zuko = pytest.importorskip("zuko")
+    return zuko.lazy.UnconditionalTransform(zuko.transforms.PermutationTransform, torch.randperm(5), buffer=True)
+
+
+def torch_affine(shape=(5,)):
+    from torch.distributions.transforms import AffineTransform
+
+    return AffineTransform(torch.randn(shape), torch.randn(shape))
+
+
+def pyro_permutation():
+    return pytest.importorskip("pyro.distributions.transforms").Permute(torch.randperm(5))
+
+
+def memcnn_additive():
+    pytest.importorskip("memcnn")
+    return zoo.memcnn_stack()[0]
+
+
+PROVEN = {
+    "nflows additive": lambda: nflows_coupling("AdditiveCouplingTransform"),
+    "nflows affine": lambda: nflows_coupling("AffineCouplingTransform"),
+    "nflows additive residual": lambda: nflows_residual("AdditiveCouplingTransform", activation=torch.tanh),
+    "nflows affine residual": lambda: nflows_residual("AffineCouplingTransform"),
+    "nflows permutation": nflows_permutation,
+    "glasflow affine": glasflow_coupling,
+    "FrEIA NICE": lambda: freia("NICECouplingBlock"),
+    "FrEIA NICE uneven": lambda: freia("NICECouplingBlock", split_len=1),
+    "FrEIA GLOW": lambda: freia("GLOWCouplingBlock"),
+    "FrEIA GLOW tanh": lambda: freia("GLOWCouplingBlock", clamp_activation="TANH", clamp=1.3),
+    "FrEIA GLOW sigmoid": lambda: freia("GLOWCouplingBlock", clamp_activation="SIGMOID"),
+    "FrEIA RNVP": lambda: freia("RNVPCouplingBlock", clamp=3.0),
+    "FrEIA RNVP sigmoid": lambda: freia("RNVPCouplingBlock", clamp_activation="SIGMOID"),
+    "FrEIA images": freia_images,
+    "FrEIA permutation": freia_permutation,
+    "normflows exp": lambda: normflows_coupling(),
+    "normflows sigmoid": lambda: normflows_coupling(scale_map="sigmoid"),
+    "normflows sigmoid_inv": lambda: normflows_coupling(scale_map="sigmoid_inv"),
+    "normflows additive": lambda: normflows_coupling(scale=False),
+    "normflows swapped": lambda: normflows_coupling(split_mode="channel_inv"),
+    "normflows shuffle": lambda: normflows_permutation("shuffle"),
+    "normflows swap": lambda: normflows_permutation("swap"),
+    "zuko coupling": zuko_coupling,
+    "zuko inverse": lambda: zuko_coupling().inv,
+    "zuko permutation": zuko_permutation,
+    "torch affine": torch_affine,
+    "torch affine inverse": lambda: torch_affine().inv,
+    "pyro permutation": pyro_permutation,
+    "memcnn additive": memcnn_additive,
+}
+
+
+@pytest.fixture(params=PROVEN.values(), ids=PROVEN.keys())
+def block(request):
+    made = request.param()
+    block = as_bijection(made)
+    with torch.no_grad():
+        for p in block.parameters():
+            if p.is_floating_point():
+                p.mul_(1.5)
+    return block
+
+
+def shape_of(block):
+    return (2, 3, 3) if block.shape == (2, 3, 3) else (4,) if block.library == "memcnn" else (5,)
+
+
+def test_the_twin_is_the_block(block):
+    mine, twin = (copy.deepcopy(f).double().eval() for f in (block, block.twin()))
+    x = torch.randn(6, *shape_of(block), dtype=torch.float64)
+    assert torch.allclose(mine(x), twin(x), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(mine.inverse(x), twin.inverse(x), rtol=1e-9, atol=1e-9)
+    if block.has_log_det:
+        assert torch.allclose(mine.forward_and_log_det(x)[1], twin.forward_and_log_det(x)[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("formula", ["sharp", "paper"])
+def test_no_gain_exceeds_the_bound(block, formula):
+    box = Box(-2, 3, shape=shape_of(block))
+    gains = search_gains(block, box, points=8, steps=8)
+    bound = block.bounds(box, formula=formula)
+    assert gains.forward <= bound.forward * (1 + 1e-9)
+    assert gains.inverse <= bound.inverse * (1 + 1e-9)
+    assert math.isfinite(bound.inverse)
+    assert bound.blocks[0].kind == block.kind
+    twin = copy.deepcopy(block).double().eval()
+    with torch.no_grad():
+        image = twin(box.sample(64))
+        assert block.enclose(box).contains(image).all()
+        hull = Box(image.amin(0), image.amax(0))
+        assert block.enclose_inverse(hull).contains(twin.inverse(hull.sample(64))).all()
+
+
+def test_a_chain_of_foreign_blocks_is_proved_block_by_block():
+    pytest.importorskip("FrEIA")
+    inn = zoo.freia_sequence()
+    inn.module_list = inn.module_list[:4]
+    inn.conditions, inn.shapes = inn.conditions[:4], inn.shapes[:5]
+    chain = as_bijection(inn)
+    bound = chain.bounds(Box(-1, 1))
+    assert [row.kind for row in bound.blocks] == [block.kind for block in chain]
+    gains = search_gains(chain, Box(-1, 1, shape=(4,)), points=8, steps=8)
+    assert gains.forward <= bound.forward
+    assert gains.inverse <= bound.inverse
+    with pytest.raises(NoGlobalBound):
+        chain.bounds()
+    assert math.isfinite(chain[3].bounds().inverse), "additive coupling has a global bound"
+
+
+def test_conditions_take_part_in_the_proof():
+    modules = pytest.importorskip("FrEIA.modules")
+    block = as_bijection(modules.GLOWCouplingBlock([(4,)], dims_c=[(2,)], subnet_constructor=zoo.net))
+    box, given = Box(-1, 1, shape=(4,)), Box(-1, 1, shape=(2,))
+    bound = block.bounds(box, context=given)
+    with pytest.raises(NoGlobalBound):
+        block.bounds()
+    for seed in range(3):
+        context = given.sample(1, generator=torch.Generator().manual_seed(seed))[0]
+        gains = search_gains(block, box, context=context, points=6, steps=5, seed=seed)
+        assert gains.forward <= bound.forward
+        assert gains.inverse <= bound.inverse
+
+
+def test_conditional_zuko():
+    zuko = pytest.importorskip("zuko")
+    block = as_bijection(zuko.flows.coupling.GeneralCouplingTransform(4, 2, hidden_features=(8,), activation=nn.Tanh))
+    box, given = Box(-1, 1, shape=(4,)), Box(-1, 1, shape=(2,))
+    bound = block.bounds(box, context=given)
+    gains = search_gains(block, box, context=torch.ones(2), points=6, steps=5)
+    assert gains.forward <= bound.forward
+    assert gains.inverse <= bound.inverse
+
+
+def test_nothing_is_guessed():
+    with pytest.raises(UnknownLipschitz, match="ExpTransform of torch"):
+        as_bijection(torch.distributions.transforms.ExpTransform()).bounds(Box(-1, 1, shape=(2,)))
+    if zoo.CASES[0].installed:
+        transforms = pytest.importorskip("nflows.transforms")
+        with pytest.raises(UnknownLipschitz):
+            as_bijection(transforms.LULinear(4)).bounds(Box(-1, 1, shape=(4,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"use_batch_norm": True}, "batch"),
+        ({"dropout_probability": 0.5}, "dropout"),
+        ({"activation": torch.exp}, "exp"),
+    ],
+)
+def test_residual_nets_that_cannot_be_read(options, why):
+    block = as_bijection(nflows_residual("AdditiveCouplingTransform", **options))
+    with pytest.raises(UnknownLipschitz, match=why):
+        block.bounds()
+
+
+def test_an_own_clamp_is_not_guessed():
+    block = as_bijection(freia("GLOWCouplingBlock", clamp_activation=torch.sin))
+    with pytest.raises(UnknownLipschitz, match="clamp_activation"):
+        block.bounds(Box(-1, 1, shape=(5,)))
+
+
+@pytest.mark.parametrize("clamp", [0.0, -1.0])
+def test_a_clamp_that_is_not_positive(clamp):
+    with pytest.raises(UnknownLipschitz, match="clamp"):
+        as_bijection(freia("GLOWCouplingBlock", clamp=clamp)).bounds(Box(-1, 1, shape=(5,)))
+
+
+def test_hooks_are_not_trusted():
+    coupling = nflows_coupling("AdditiveCouplingTransform")
+    coupling.register_forward_hook(lambda module, inputs, out: (3 * out[0], out[1]))
+    with pytest.raises(UnknownLipschitz, match="hooks"):
+        as_bijection(coupling).bounds()
+
+
+def test_a_library_that_changed_its_formula_is_noticed():
+    """Same class and attributes, another scale: the twin no longer agrees, so nothing is claimed."""
+    transforms = pytest.importorskip("nflows.transforms")
+    coupling = nflows_coupling("AffineCouplingTransform")
+    block = as_bijection(coupling)
+    assert math.isfinite(block.bounds(Box(-1, 1, shape=(5,))).forward)
+    kind = type("AffineCouplingTransform", (transforms.AffineCouplingTransform,), {})
+    kind.__module__ = "nflows.transforms.coupling"
+    kind._scale_and_shift = lambda self, p: (torch.exp(p[:, 2:]), p[:, :2])
+    coupling.__class__ = kind
+    with pytest.raises(UnknownLipschitz, match="installed version"):
+        block.bounds(Box(-1, 1, shape=(5,)))
+
+
+def test_a_chosen_scale_is_not_the_default_one():
+    coupling = pytest.importorskip("glasflow.nflows.transforms.coupling")
+    kind = coupling.AffineCouplingTransform
+    block = as_bijection(kind([1, 0], lambda i, o: MLP(i, o), scale_activation=kind.GENERAL_SCALE_ACTIVATION))
+    with pytest.raises(UnknownLipschitz):
+        block.bounds(Box(-1, 1, shape=(2,)))
+
+
+def test_an_affine_transform_for_each_sample_has_no_bound():
+    from torch.distributions.transforms import AffineTransform
+
+    block = as_bijection(AffineTransform(torch.zeros(7, 2), torch.ones(7, 2)))
+    with pytest.raises(UnknownLipschitz, match="shape"):
+        block.log_lip(Box(-1, 1, shape=(2,)))
+
+
+def test_a_declared_net_inside():
+    transforms = pytest.importorskip("nflows.transforms")
+
+    class Wave(nn.Module):
+        def forward(self, x, context=None):
+            return torch.sin(x)
+
+    block = as_bijection(transforms.AdditiveCouplingTransform([0, 1], lambda i, o: Declared(Wave(), lipschitz=1.0)))
+    assert block.bounds().inverse == pytest.approx((1 + 5**0.5) / 2)
+
+
+@pytest.mark.parametrize("scale", [AtanExpScale(1.3), AtanExpScale(5.0), SoftclipExpScale(6.9), SoftclipExpScale(1.5)])
+def test_scales_know_their_suprema(scale):
+    s = torch.linspace(-60, 60, 400001, dtype=torch.float64)
+    g, slope = scale(s), torch.autograd.functional.jvp(lambda v: scale(v), s, torch.ones_like(s))[1]
+    back = torch.autograd.functional.jvp(lambda v: 1 / scale(v), s, torch.ones_like(s))[1]
+    for low, high in ((-60.0, 60.0), (-1.0, 2.0), (0.5, 0.7), (-9.0, -3.0), (30.0, 31.0)):
+        inside = (s >= low) & (s <= high)
+        sup = scale.suprema(torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64))
+        for value, found in zip(sup, (g, slope.abs(), 1 / g, back.abs()), strict=True):
+            best = math.log(float(found[inside].max()))
+            assert best <= float(value) + 1e-12
+            assert best == pytest.approx(float(value), abs=2e-3)  # the grid
+    ends = scale.suprema(torch.tensor(-math.inf, dtype=torch.float64), torch.tensor(math.inf, dtype=torch.float64))
+    assert all(math.isfinite(float(v)) for v in ends)
+    low, high = scale.enclose(Box(-3.0, 3.0)).low, scale.enclose(Box(-3.0, 3.0)).high
+    assert float(low) <= float(scale(torch.tensor(-3.0))) <= float(high)

@@ -1,0 +1,541 @@
+"""Small models of every supported library, with what the library itself says about them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilip.nets import MLP
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, one sample's shape, and the library's own log-density where it has one.
+
+    `blocks`: kinds that must be visible. `trip`: round trips in float64 reach this.
+    """
+
+    name: str
+    needs: str
+    make: Callable[[], Any]
+    shape: tuple[int, ...]
+    library: str
+    log_prob: Callable[[Any, Tensor, Tensor | None], Tensor] | None = None
+    context: tuple[int, ...] | None = None
+    blocks: tuple[str, ...] | None = None
+    trip: float = 1e-9
+    log_det: bool = True
+    stochastic: bool = False
+    samples: bool = True
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return self.make()
+
+    def batch(self, count: int = 4) -> Tensor:
+        return torch.randn(count, *self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def contexts(self, count: int = 4) -> Tensor | None:
+        if self.context is None:
+            return None
+        return torch.randn(count, *self.context, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.needs) is not None
+
+
+def net(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 12), nn.Tanh(), nn.Linear(12, outputs))
+
+
+def conv(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, outputs, 3, padding=1))
+
+
+# ---- nflows and relatives
+
+
+def nflows_flow(*, context: int | None = None, embedding: bool = False, base: str = "standard"):
+    from nflows import distributions, flows, transforms
+    from nflows.nn.nets import ResidualNet
+
+    features = None if context is None else (3 if embedding else context)
+    parts = [
+        transforms.AffineCouplingTransform([1, 0, 1, 0], lambda i, o: ResidualNet(i, o, 8, context_features=features)),
+        transforms.ReversePermutation(4),
+        transforms.LULinear(4),
+        transforms.MaskedAffineAutoregressiveTransform(4, 8, context_features=features),
+        transforms.InverseTransform(transforms.AdditiveCouplingTransform([0, 1, 0, 1], lambda i, o: MLP(i, o))),
+    ]
+    normal = distributions.StandardNormal([4])
+    if base == "conditional":
+        normal = distributions.ConditionalDiagonalNormal([4], nn.Linear(features, 8))
+    elif base == "diagonal":
+        normal = distributions.DiagonalNormal([4])
+    return flows.Flow(transforms.CompositeTransform(parts), normal, nn.Linear(context, 3) if embedding else None)
+
+
+def nflows_images():
+    from nflows import distributions, flows, transforms
+    from nflows.nn.nets import ConvResidualNet
+
+    multi = transforms.MultiscaleCompositeTransform(2)
+    coupling = transforms.AffineCouplingTransform([1, 1, 0, 0], lambda i, o: ConvResidualNet(i, o, 4))
+    hidden = multi.add_transform(transforms.CompositeTransform([transforms.SqueezeTransform(), coupling]), (4, 2, 2))
+    multi.add_transform(transforms.OneByOneConvolution(2), hidden)
+    return flows.Flow(multi, distributions.StandardNormal([16]))
+
+
+def glasflow_flow(context: int | None = None):
+    from glasflow.flows import RealNVP
+
+    return RealNVP(4, 3, n_neurons=8, n_conditional_inputs=context, linear_transform="permutation")
+
+
+def sbi_like(flow, embedding: nn.Module | None = None):
+    """A stand-in with the attributes of sbi's estimators; sbi itself is too heavy to install for this."""
+
+    class Estimator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = flow
+            self._embedding_net = embedding
+
+        @property
+        def embedding_net(self):
+            return self.net._embedding_net if self._embedding_net is None else self._embedding_net
+
+        def log_prob(self, x, condition):
+            if self._embedding_net is None:
+                return self.net.log_prob(x, context=condition)
+            return self.net(self._embedding_net(condition)).log_prob(x)
+
+    Estimator.__module__ = "sbi.neural_nets.estimators.flow"
+    return Estimator()
+
+
+# ---- FrEIA
+
+
+def freia_sequence(*, condition: bool = False):
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    given = {"cond": 0, "cond_shape": (2,)} if condition else {}
+    inn = framework.SequenceINN(4)
+    inn.append(modules.GLOWCouplingBlock, subnet_constructor=net, **given)
+    inn.append(modules.PermuteRandom, seed=0)
+    inn.append(modules.RNVPCouplingBlock, subnet_constructor=net, clamp_activation="TANH", **given)
+    inn.append(modules.NICECouplingBlock, subnet_constructor=net, split_len=1)
+    inn.append(modules.AllInOneBlock, subnet_constructor=net)
+    return inn
+
+
+def freia_two_conditions():
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    inn = framework.SequenceINN(4)
+    inn.append(modules.NICECouplingBlock, cond=1, cond_shape=(3,), subnet_constructor=net)
+    inn.append(modules.GLOWCouplingBlock, cond=0, cond_shape=(2,), subnet_constructor=net)
+    return inn
+
+
+def freia_images():
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    inn = framework.SequenceINN(1, 4, 4)
+    inn.append(modules.HaarDownsampling)
+    inn.append(modules.GLOWCouplingBlock, subnet_constructor=conv)
+    inn.append(modules.Flatten)
+    return inn
+
+
+def freia_graph(*, condition: bool = False, split: bool = False, outputs: int = 1):
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    nodes: list[Any] = [framework.InputNode(4, name="input")]
+    given = [framework.ConditionNode(2, name="condition")] if condition else []
+    nodes.append(
+        framework.Node(nodes[-1], modules.GLOWCouplingBlock, {"subnet_constructor": net}, conditions=given or None)
+    )
+    nodes.append(framework.Node(nodes[-1], modules.PermuteRandom, {"seed": 1}))
+    if split:
+        nodes.append(framework.Node(nodes[-1], modules.Split, {}))
+        first, second = nodes[-1].out0, nodes[-1].out1
+        nodes.append(framework.Node(first, modules.NICECouplingBlock, {"subnet_constructor": net}))
+        if outputs == 2:
+            ends = [framework.OutputNode(nodes[-1]), framework.OutputNode(second)]
+            return framework.GraphINN([*nodes, *given, *ends])
+        nodes.append(framework.Node([nodes[-1].out0, second], modules.Concat, {}))
+    return framework.GraphINN([*nodes, *given, framework.OutputNode(nodes[-1])])
+
+
+def freia_residual():
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    inn = framework.SequenceINN(3)
+    inn.append(modules.IResNetLayer, spectral_norm_max=0.5, fixed_point_iterations=80)
+    inn.append(modules.PermuteRandom, seed=0)
+    for module in inn.module_list:
+        if isinstance(module, modules.IResNetLayer):
+            module.lipschitz_correction()
+    return inn
+
+
+# ---- normflows
+
+
+def normflows_flow(scale_map: str = "exp"):
+    import normflows
+
+    flows: list[Any] = []
+    for _ in range(2):
+        flows.append(normflows.flows.AffineCouplingBlock(normflows.nets.MLP([2, 8, 4]), scale_map=scale_map))
+        flows.append(normflows.flows.Permute(4, mode="shuffle"))
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    flows.append(normflows.flows.MaskedAffineFlow(mask, normflows.nets.MLP([4, 8, 4]), normflows.nets.MLP([4, 8, 4])))
+    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(4), flows)
+
+
+def normflows_spline():
+    import normflows
+
+    flows = [normflows.flows.AutoregressiveRationalQuadraticSpline(3, 1, 8), normflows.flows.LULinearPermute(3)]
+    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(3), flows)
+
+
+def normflows_residual():
+    import normflows
+
+    net = normflows.nets.LipschitzMLP([3, 8, 8, 3], init_zeros=False, lipschitz_const=0.7)
+    flow = normflows.flows.Residual(net, reduce_memory=False)
+    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(3), [flow])
+
+
+def normflows_conditional():
+    import normflows
+
+    flow = normflows.flows.MaskedAffineAutoregressive(3, 8, context_features=2, num_blocks=1)
+    base = normflows.distributions.base.ConditionalDiagGaussian(3, nn.Linear(2, 6))
+    return normflows.ConditionalNormalizingFlow(base, [flow])
+
+
+def normflows_multiscale(*, classes: bool = False):
+    import normflows
+
+    blocks = [[normflows.flows.GlowBlock(4, 4), normflows.flows.Squeeze()] for _ in range(2)]
+    blocks[0][0] = normflows.flows.GlowBlock(8, 4)
+    shapes = [(8, 1, 1), (2, 2, 2)]
+    if classes:
+        bases = [normflows.distributions.ClassCondDiagGaussian(shape, 3) for shape in shapes]
+    else:
+        bases = [normflows.distributions.DiagGaussian(shape) for shape in shapes]
+    model = normflows.MultiscaleFlow(bases, blocks, [normflows.flows.Merge()], class_cond=classes)
+    generator = torch.Generator().manual_seed(3)
+    model.log_prob(torch.randn(16, 1, 4, 4, generator=generator), torch.arange(16) % 3)  # ActNorm starts from data
+    return model.eval()
+
+
+# ---- zuko
+
+
+def zuko_flow(kind: str, *args, **options):
+    import zuko
+
+    return getattr(zuko.flows, kind)(*args, **options)
+
+
+# ---- torch and Pyro
+
+
+def torch_distribution():
+    from torch.distributions import Normal, TransformedDistribution
+    from torch.distributions import transforms as t
+
+    base = Normal(torch.zeros(3), 2 * torch.ones(3))
+    shift = t.AffineTransform(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.5, 0.5, -2.0]), cache_size=1)
+    return TransformedDistribution(base, [t.TanhTransform(cache_size=1), shift, t.SigmoidTransform().inv.inv.inv.inv])
+
+
+def torch_vector():
+    from torch.distributions import MultivariateNormal, TransformedDistribution
+    from torch.distributions import transforms as t
+
+    base = MultivariateNormal(torch.zeros(3), torch.eye(3) + 0.5)
+    parts = [
+        t.AffineTransform(1.0, 2.0),
+        t.IndependentTransform(t.AffineTransform(torch.ones(3), torch.ones(3) * 3), 1),
+    ]
+    return TransformedDistribution(base, [t.ComposeTransform(parts)])
+
+
+def pyro_distribution():
+    import pyro.distributions as dist
+    from pyro.distributions import transforms as t
+
+    base = dist.Normal(torch.zeros(4), torch.ones(4)).to_event(1)
+    parts = [
+        t.affine_coupling(4, [8]),
+        t.Permute(torch.tensor([3, 0, 1, 2])),
+        t.spline_coupling(4, hidden_dims=[8]),
+        t.affine_autoregressive(4, [8]),
+    ]
+    return dist.TransformedDistribution(base, parts)
+
+
+def pyro_conditional():
+    import pyro.distributions as dist
+    from pyro.distributions import transforms as t
+
+    base = dist.Normal(torch.zeros(4), torch.ones(4)).to_event(1)
+    parts = [t.conditional_affine_coupling(4, 2, [8]), t.Permute(torch.tensor([1, 2, 3, 0]))]
+    parts.append(t.conditional_affine_autoregressive(4, 2, [8]))
+    return dist.conditional.ConditionalTransformedDistribution(base, parts)
+
+
+# ---- MemCNN
+
+
+def memcnn_stack(kind: str = "additive"):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import memcnn
+    coupling = memcnn.AdditiveCoupling if kind == "additive" else memcnn.AffineCoupling
+    adapter = {} if kind == "additive" else {"adapter": memcnn.AffineAdapterSigmoid}
+    size = 2 if kind == "additive" else 4
+    layers = [
+        memcnn.InvertibleModuleWrapper(coupling(Fm=net(2, size), Gm=net(2, size), **adapter), keep_input=False)
+        for _ in range(2)
+    ]
+    return nn.Sequential(*layers)
+
+
+def in_double(function):
+    """Autoregressive inverses of Pyro take the default dtype."""
+
+    def call(model, x, context):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return function(model, x, context)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return call
+
+
+def with_context(model, x, context):
+    return model.log_prob(x, context=context)
+
+
+CASES = [
+    Case(
+        "nflows",
+        "nflows",
+        nflows_flow,
+        (4,),
+        "nflows",
+        lambda m, x, c: m.log_prob(x),
+        blocks=(
+            "AffineCouplingTransform",
+            "ReversePermutation",
+            "LULinear",
+            "MaskedAffineAutoregressiveTransform",
+            "InverseTransform",
+        ),
+    ),
+    Case(
+        "nflows diagonal",
+        "nflows",
+        lambda: nflows_flow(base="diagonal"),
+        (4,),
+        "nflows",
+        lambda m, x, c: m.log_prob(x),
+        samples=False,  # the library has not written it
+    ),
+    Case("nflows context", "nflows", lambda: nflows_flow(context=2), (4,), "nflows", with_context, context=(2,)),
+    Case(
+        "nflows embedding",
+        "nflows",
+        lambda: nflows_flow(context=2, embedding=True, base="conditional"),
+        (4,),
+        "nflows",
+        with_context,
+        context=(2,),
+    ),
+    Case("nflows images", "nflows", nflows_images, (1, 4, 4), "nflows", lambda m, x, c: m.log_prob(x)),
+    Case("nflows transform", "nflows", lambda: nflows_flow()._transform, (4,), "nflows"),
+    Case("glasflow", "glasflow", glasflow_flow, (4,), "glasflow", lambda m, x, c: m.log_prob(x)),
+    Case(
+        "glasflow context",
+        "glasflow",
+        lambda: glasflow_flow(2),
+        (4,),
+        "glasflow",
+        lambda m, x, c: m.log_prob(x, conditional=c),
+        context=(2,),
+    ),
+    Case(
+        "sbi nflows",
+        "nflows",
+        lambda: sbi_like(nflows_flow(context=2, embedding=True)),
+        (4,),
+        "sbi",
+        lambda m, x, c: m.log_prob(x, c),
+        context=(2,),
+    ),
+    Case(
+        "sbi zuko",
+        "zuko",
+        lambda: sbi_like(zuko_flow("NSF", 3, 2, transforms=2, hidden_features=(8,)), nn.Linear(5, 2)),
+        (3,),
+        "sbi",
+        lambda m, x, c: m.log_prob(x, c),
+        context=(5,),
+    ),
+    Case(
+        "FrEIA sequence",
+        "FrEIA",
+        freia_sequence,
+        (4,),
+        "FrEIA",
+        blocks=("GLOWCouplingBlock", "PermuteRandom", "RNVPCouplingBlock", "NICECouplingBlock", "AllInOneBlock"),
+    ),
+    Case("FrEIA condition", "FrEIA", lambda: freia_sequence(condition=True), (4,), "FrEIA", context=(2,)),
+    Case("FrEIA two conditions", "FrEIA", freia_two_conditions, (4,), "FrEIA", context=(5,)),
+    Case("FrEIA images", "FrEIA", freia_images, (1, 4, 4), "FrEIA"),
+    Case("FrEIA graph", "FrEIA", freia_graph, (4,), "FrEIA", blocks=("GLOWCouplingBlock", "PermuteRandom")),
+    Case("FrEIA graph condition", "FrEIA", lambda: freia_graph(condition=True), (4,), "FrEIA", context=(2,)),
+    Case("FrEIA graph split", "FrEIA", lambda: freia_graph(split=True), (4,), "FrEIA", blocks=("GraphINN",)),
+    Case(
+        "FrEIA graph outputs", "FrEIA", lambda: freia_graph(split=True, outputs=2), (4,), "FrEIA", blocks=("GraphINN",)
+    ),
+    Case("FrEIA residual", "FrEIA", freia_residual, (3,), "FrEIA", stochastic=True),
+    Case(
+        "FrEIA module", "FrEIA", lambda: freia_sequence().module_list[0], (4,), "FrEIA", blocks=("GLOWCouplingBlock",)
+    ),
+    Case(
+        "normflows",
+        "normflows",
+        normflows_flow,
+        (4,),
+        "normflows",
+        lambda m, x, c: m.log_prob(x),
+        blocks=("MaskedAffineFlow", "Permute", "AffineCouplingBlock", "Permute", "AffineCouplingBlock"),
+    ),
+    Case(
+        "normflows sigmoid",
+        "normflows",
+        lambda: normflows_flow("sigmoid"),
+        (4,),
+        "normflows",
+        lambda m, x, c: m.log_prob(x),
+    ),
+    Case("normflows spline", "normflows", normflows_spline, (3,), "normflows", lambda m, x, c: m.log_prob(x)),
+    Case("normflows conditional", "normflows", normflows_conditional, (3,), "normflows", with_context, context=(2,)),
+    Case(
+        "normflows multi-scale",
+        "normflows",
+        normflows_multiscale,
+        (1, 4, 4),
+        "normflows",
+        lambda m, x, c: m.log_prob(x, None),
+    ),
+    Case("normflows residual", "normflows", normflows_residual, (3,), "normflows", stochastic=True, trip=1e-2),
+    Case("normflows layer", "normflows", lambda: normflows_flow().flows[0], (4,), "normflows"),
+    Case(
+        "zuko NSF",
+        "zuko",
+        lambda: zuko_flow("NSF", 3, 2, transforms=2, hidden_features=(8,)),
+        (3,),
+        "zuko",
+        lambda m, x, c: m(c).log_prob(x),
+        context=(2,),
+        blocks=("MaskedAutoregressiveTransform", "MaskedAutoregressiveTransform"),
+    ),
+    Case(
+        "zuko RealNVP",
+        "zuko",
+        lambda: zuko_flow("RealNVP", 4, transforms=3, hidden_features=(8,)),
+        (4,),
+        "zuko",
+        lambda m, x, c: m().log_prob(x),
+        blocks=("GeneralCouplingTransform",) * 3,
+    ),
+    Case(
+        "zuko NAF",
+        "zuko",
+        lambda: zuko_flow("NAF", 2, transforms=1, hidden_features=(8,), network={"hidden_features": (8,)}),
+        (2,),
+        "zuko",
+        lambda m, x, c: m().log_prob(x),
+        trip=1e-4,
+    ),
+    Case(
+        "zuko CNF",
+        "zuko",
+        lambda: zuko_flow("CNF", 2, hidden_features=(8,), exact=True),
+        (2,),
+        "zuko",
+        lambda m, x, c: m().log_prob(x),
+        trip=1e-3,  # the ODE solver's tolerances
+    ),
+    Case(
+        "zuko transform",
+        "zuko",
+        lambda: zuko_flow("MAF", 3, 1, transforms=2, hidden_features=(8,)).transform,
+        (3,),
+        "zuko",
+        context=(1,),
+    ),
+    Case(
+        "zuko inverse",
+        "zuko",
+        lambda: zuko_flow("MAF", 3, transforms=2, hidden_features=(8,)).transform.inv,
+        (3,),
+        "zuko",
+    ),
+    Case(
+        "torch vector",
+        "torch",
+        torch_vector,
+        (3,),
+        "torch",
+        lambda m, x, c: m.log_prob(x),
+        blocks=("AffineTransform", "AffineTransform"),
+    ),
+    Case("pyro", "pyro", pyro_distribution, (4,), "pyro", in_double(lambda m, x, c: m.log_prob(x))),
+    Case(
+        "pyro conditional",
+        "pyro",
+        pyro_conditional,
+        (4,),
+        "pyro",
+        in_double(lambda m, x, c: m.condition(c).log_prob(x)),
+        context=(2,),
+        blocks=("ConditionalAffineAutoregressive", "Permute", "ConditionalAffineCoupling"),
+    ),
+    Case(
+        "memcnn",
+        "memcnn",
+        memcnn_stack,
+        (4,),
+        "memcnn",
+        log_det=False,
+        blocks=("AdditiveCoupling", "AdditiveCoupling"),
+    ),
+    Case("memcnn affine", "memcnn", lambda: memcnn_stack("affine"), (4,), "memcnn", log_det=False),
+]
+IDS = [case.name for case in CASES]
+assert len(set(IDS)) == len(IDS)

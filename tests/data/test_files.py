@@ -1,0 +1,209 @@
+import pickle
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+
+from bilip.data import as_source
+from bilip.errors import InputError, MissingExtra
+
+X = np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32)
+C = np.arange(100, dtype=np.float32).reshape(50, 2)
+
+
+def write(path, form):
+    if form == "npy":
+        np.save(path / "x.npy", X)
+        return path / "x.npy"
+    if form == "fortran":
+        np.save(path / "x.npy", np.asfortranarray(X))
+        return path / "x.npy"
+    if form == "safetensors":
+        save_file({"x": torch.from_numpy(X), "context": torch.from_numpy(C)}, path / "x.safetensors")
+        return path / "x.safetensors"
+    save = np.savez_compressed if form == "npz compressed" else np.savez
+    x = np.asfortranarray(X) if form == "npz fortran" else X.astype(">f4") if form == "npz big-endian" else X
+    save(path / "x.npz", x=x, context=C, y=np.arange(50))
+    return path / "x.npz"
+
+
+FORMS = ["npy", "fortran", "npz", "npz compressed", "npz fortran", "npz big-endian", "safetensors"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_give_what_was_written(tmp_path, form):
+    path = write(tmp_path, form)
+    source = as_source("test", str(path))
+    assert (source.count, source.shape, source.description) == (50, (3,), path.name)
+    for size in (7, 50):  # the second pass goes back to the beginning
+        assert np.array_equal(torch.cat([b.x for b in source.batches(size)]).numpy(), X)
+    if "npz" in form or form == "safetensors":
+        context = source.read(30, 40).context
+        assert context is not None
+        assert np.array_equal(context.numpy(), C[30:40])
+
+
+def test_two_passes_at_once(tmp_path):
+    source = as_source("test", write(tmp_path, "npz compressed"))
+    for a, b in zip(source.batches(8), source.batches(8), strict=True):
+        assert torch.equal(a.x, b.x)
+
+
+def test_an_npz_source_can_be_copied_to_a_worker(tmp_path):
+    source = as_source("test", write(tmp_path, "npz"))
+    first = source.first(3).x
+    assert torch.equal(pickle.loads(pickle.dumps(source)).first(3).x, first)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_file_is_never_unpacked_as_a_whole(tmp_path, save):
+    save(tmp_path / "x.npz", np.zeros((200_000, 32), np.float32))  # 26 MB
+    source = as_source("test", tmp_path / "x.npz")
+    tracemalloc.start()
+    total = sum(len(batch) for batch in source.batches(1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert total == 200_000
+    assert peak < 4e6
+
+
+@pytest.mark.parametrize(("names", "good"), [(["data"], True), (["data", "context"], True), (["a", "b"], False)])
+@pytest.mark.parametrize("form", ["npz", "safetensors"])
+def test_keys(tmp_path, names, good, form):
+    arrays = {name: X.copy() for name in names}
+    path = tmp_path / f"f.{form}"
+    if form == "npz":
+        np.savez(path, **arrays)
+    else:
+        save_file({k: torch.from_numpy(v) for k, v in arrays.items()}, path)
+    if good:
+        assert as_source("test", path).count == 50
+    else:
+        with pytest.raises(InputError, match="holds 'a', 'b': expected an array 'x'"):
+            as_source("test", path)
+
+
+def one_line(path, message):
+    with pytest.raises(InputError, match=message) as caught:
+        as_source("test", path).check()
+    text = str(caught.value)
+    assert text.startswith(("source 'test': ", str(path)))
+    assert "\n" not in text
+
+
+def test_missing_and_unknown_files(tmp_path):
+    one_line(tmp_path / "none.npy", "does not exist")
+    (tmp_path / "x.pt").write_bytes(b"")
+    one_line(tmp_path / "x.pt", "not of a kind that is read here: expected .npy")
+    one_line("uniform:4", "is a kind of noise, not a file")
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage" * 30, b"\x93NUMPY\x01\x00", b"PK\x03\x04", b"\x93NUMPY\x09\x00" + b" " * 99]
+)
+def test_foreign_files(tmp_path, suffix, content):
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(content)
+    one_line(path, "cannot be read|holds nothing")
+
+
+@given(cut=st.integers(0, 900), form=st.sampled_from(["npy", "npz", "npz compressed", "safetensors"]))
+@settings(max_examples=60, deadline=None)
+def test_truncated_files(tmp_path_factory, cut, form):
+    path = write(tmp_path_factory.mktemp("cut"), form)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(cut, len(whole) - 1)])
+    one_line(path, "cannot be read|truncated|holds nothing")
+
+
+def test_damaged_members(tmp_path):
+    path = write(tmp_path, "npz compressed")
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("x.npy").header_offset + 60
+    raw[start : start + 200] = bytes(200)
+    path.write_bytes(bytes(raw))
+    with pytest.raises(InputError, match="x.npz"):
+        as_source("test", path).check()
+
+
+def test_pickled_arrays_are_refused(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([[None]]), allow_pickle=True)
+    np.savez(tmp_path / "x.npz", x=np.array([[None]]))
+    for name in ("x.npy", "x.npz"):
+        one_line(tmp_path / name, "Python objects, which could run code")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
+@pytest.mark.parametrize(("shape", "message"), [((0, 3), "nothing in them"), ((5,), "single number"), ((), "")])
+def test_odd_shapes(tmp_path, name, shape, message):
+    path = tmp_path / name
+    if name.endswith("npy"):
+        np.save(path, np.zeros(shape))
+    elif name.endswith("npz"):
+        np.savez(path, np.zeros(shape))
+    else:
+        save_file({"x": torch.zeros(shape)}, path)
+    one_line(path, message)
+
+
+def photo(path, size=(4, 6), mode="RGB", seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return pixels
+
+
+def test_folder_of_images(tmp_path):
+    pixels = [photo(tmp_path / name, seed=k) for k, name in enumerate(["a.png", "b.PNG", "cat/c.png"])]
+    photo(tmp_path / "d.jpg")
+    (tmp_path / "notes.txt").write_text("not an image")
+    source = as_source("photos", tmp_path)
+    assert (source.count, source.shape, source.dtype) == (4, (3, 6, 4), torch.float32)
+    assert "uint8 scaled to [0, 1]" in source.description
+    assert np.allclose(source.first(3).x.numpy(), np.stack(pixels).transpose(0, 3, 1, 2) / 255, atol=1e-7)
+
+
+def test_grey_images(tmp_path):
+    pixels = photo(tmp_path / "a.png", mode="L")
+    source = as_source("photos", tmp_path)
+    assert source.shape == (1, 6, 4)
+    assert np.allclose(source.first(1).x[0, 0].numpy(), pixels / 255, atol=1e-7)
+    photo(tmp_path / "b.png", mode="RGB")
+    assert as_source("photos", tmp_path).shape == (3, 6, 4)
+
+
+def test_bad_folders(tmp_path):
+    one_line(tmp_path, "holds no PNG or JPEG image")
+    photo(tmp_path / "a.png")
+    photo(tmp_path / "b.png", size=(5, 6))
+    one_line(tmp_path, r"a.png is 4 x 6, .*b.png is 5 x 6")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    one_line(tmp_path, "b.png (cannot be decoded|is not a readable image)")
+    (tmp_path / "b.png").write_bytes(b"nonsense")
+    one_line(tmp_path, "b.png is not a readable image")
+    Image.fromarray(np.zeros((6, 4), np.uint16)).save(tmp_path / "b.png")
+    one_line(tmp_path, "8 bits a channel")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("PIL", "images"), ("safetensors", "train")])
+def test_missing_extras_are_named(tmp_path, monkeypatch, module, extra):
+    path = tmp_path if module == "PIL" else write(tmp_path, "safetensors")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=rf"bilip\[{extra}\]"):
+        as_source("test", path)
+
+
+def test_import_needs_torch_and_numpy_only():
+    code = "import sys, bilip.data; assert not {'PIL', 'safetensors', 'bilip.nets', 'bilip.blocks'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,183 @@
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bilip.data import cifar10, load_images
+from bilip.data.pickles import load_plain
+from bilip.errors import InputError
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
+LABELS = [3, 0, 9, 1, 1, 5]
+
+
+def binary(path, part):
+    rows = [bytes([LABELS[k]]) + PIXELS[k].tobytes() for k in part]
+    path.write_bytes(b"".join(rows))
+
+
+def pickled(path, part, protocol=2, keys=bytes):
+    batch = {"data": PIXELS[part].reshape(len(part), -1), "labels": [LABELS[k] for k in part], "batch_label": b"x"}
+    if keys is bytes:
+        batch = {k.encode(): v for k, v in batch.items()}
+    path.write_bytes(pickle.dumps(batch, protocol=protocol))
+
+
+def same(images, part):
+    assert images.x.dtype == torch.uint8
+    assert np.array_equal(images.x.numpy(), PIXELS[part])
+    assert images.y.tolist() == [LABELS[k] for k in part]
+    assert len(images) == len(part)
+
+
+@pytest.mark.parametrize("below", ["", "cifar-10-batches-bin"])
+def test_binary_batches(tmp_path, below):
+    folder = tmp_path / below
+    folder.mkdir(exist_ok=True)
+    binary(folder / "data_batch_1.bin", [0, 1])
+    binary(folder / "data_batch_2.bin", [2, 3, 4])
+    binary(folder / "test_batch.bin", [5])
+    same(cifar10(tmp_path), [0, 1, 2, 3, 4])
+    same(cifar10(str(tmp_path), split="test"), [5])
+    assert cifar10(tmp_path, split="test").classes[5] == "dog"
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4])  # numpy writes protocol 5 through a function CIFAR-10 never used
+@pytest.mark.parametrize("keys", [bytes, str])
+def test_python_batches(tmp_path, protocol, keys):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pickled(folder / "data_batch_1", [0, 1, 2], protocol, keys)
+    same(cifar10(tmp_path), [0, 1, 2])
+
+
+def test_a_pickle_as_python_2_wrote_it(tmp_path):
+    # Protocol 2 with byte strings (SHORT_BINSTRING, BINSTRING), as in the files that are distributed.
+    data = PIXELS[:1].reshape(1, -1)
+    raw = data.tobytes()
+    program = (
+        b"\x80\x02}q\x01(U\x04dataq\x02"
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87R"
+        b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
+        + len(raw).to_bytes(4, "little")
+        + raw
+        + b"tbU\x06labels]K\x03au."
+    )
+    (tmp_path / "test_batch").write_bytes(program)
+    same(cifar10(tmp_path, split="test"), [0])
+
+
+class Attack:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder / "pwned"),)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_runs_nothing(tmp_path, protocol):
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({"data": Attack(tmp_path)}, protocol=protocol))
+    with pytest.raises(InputError, match="it asks for (posix|nt).mkdir, which is not run here"):
+        cifar10(tmp_path, split="test")
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        pickle.dumps([1, 2]),
+        pickle.dumps({"data": np.array([None])}, protocol=2),
+        pickle.dumps({"data": np.zeros(3, "U4")}, protocol=2),
+        b"\x80\x02}q\x01(U\x04datacnumpy\ndtype\n(U\x02u1K\x00K\x01tRK\x01bu.",
+        b"\x80\x02}(U\x04datacnumpy\nndarray\n)\x81u.",
+    ],
+)
+def test_foreign_pickles(tmp_path, content):
+    (tmp_path / "batch").write_bytes(content)
+    with pytest.raises(InputError, match="cannot be read as a plain pickle"):
+        load_plain(tmp_path / "batch")
+
+
+def test_truncated_pickles(tmp_path):
+    pickled(tmp_path / "whole", [0])
+    whole = (tmp_path / "whole").read_bytes()
+    for cut in range(0, len(whole) - 1, 97):
+        (tmp_path / "test_batch").write_bytes(whole[:cut])
+        with pytest.raises(InputError, match="test_batch"):
+            cifar10(tmp_path, split="test")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"labels": [1]}, "no array 'data'"),
+        ({"data": np.zeros((1, 5), np.uint8), "labels": [1]}, "no array 'data'"),
+        ({"data": np.zeros((1, 3072)), "labels": [1]}, "no array 'data'"),
+        ({"data": np.zeros((1, 3072), np.uint8)}, "no list 'labels'"),
+        ({"data": np.zeros((1, 3072), np.uint8), "labels": [1, 2]}, "no list 'labels' of 1"),
+        ({"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, "expected 0 to 9"),
+    ],
+)
+def test_wrong_batches(tmp_path, batch, message):
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(InputError, match=message):
+        cifar10(tmp_path, split="test")
+
+
+def test_bad_cifar_folders(tmp_path):
+    with pytest.raises(InputError, match="is not a folder"):
+        cifar10(tmp_path / "none")
+    with pytest.raises(InputError, match="holds no train images in a form that is known"):
+        cifar10(tmp_path)
+    with pytest.raises(InputError, match="expected 'train' or 'test'"):
+        cifar10(tmp_path, split="val")
+    (tmp_path / "test_batch.bin").write_bytes(bytes(3072))
+    with pytest.raises(InputError, match="truncated or foreign"):
+        cifar10(tmp_path, split="test")
+
+
+def test_npz(tmp_path):
+    np.savez_compressed(tmp_path / "cifar10_test.npz", x=PIXELS.transpose(0, 2, 3, 1), y=np.array(LABELS, np.uint8))
+    same(cifar10(tmp_path, split="test"), range(6))
+    np.savez(tmp_path / "first.npz", x=PIXELS)
+    images = load_images(tmp_path / "first.npz")
+    assert np.array_equal(images.x.numpy(), PIXELS)
+    assert images.y is None
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 3, 4, 4))}, "expected uint8"),
+        ({"x": np.zeros((2, 3), np.uint8)}, "expected uint8"),
+        ({"x": np.zeros((2, 4, 4, 3), np.uint8), "y": np.zeros(3, np.int64)}, "expected 2 labels"),
+        ({"x": np.zeros((2, 4, 4, 3), np.uint8), "y": np.zeros(2)}, "expected 2 labels"),
+        ({"x": np.zeros((2, 4, 4, 3), np.uint8), "y": np.array([None, 1])}, "cannot be read"),
+    ],
+)
+def test_bad_npz(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        load_images(tmp_path / "x.npz")
+
+
+def test_image_folders(tmp_path):
+    for k, name in enumerate(["train/cat/a.png", "train/cat/b.png", "train/airplane/a.png"]):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(PIXELS[k].transpose(1, 2, 0)).save(path)
+    images = cifar10(tmp_path)
+    assert images.classes == ("airplane", "cat")
+    assert images.y.tolist() == [0, 1, 1]
+    assert np.array_equal(images.x.numpy(), PIXELS[[2, 0, 1]])
+    assert load_images(tmp_path / "train" / "cat").y is None
+    with pytest.raises(InputError, match="neither a folder nor an .npz"):
+        load_images(tmp_path / "x.png")

@@ -1,0 +1,132 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bilip.data import NOISE_NAMES, as_source, noise
+from bilip.errors import InputError
+
+DATA = as_source("test", torch.linspace(-1, 3, 60).reshape(30, 2))  # centre 1, half-range 2
+
+
+@given(
+    spec=st.sampled_from(NOISE_NAMES),
+    factor=st.none() | st.floats(0.1, 20),
+    seed=st.integers(0, 2**40),
+    sizes=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+)
+@settings(max_examples=40, deadline=None)
+def test_samples_depend_on_the_seed_and_not_on_batches(spec, factor, seed, sizes):
+    spec = spec if factor is None else f"{spec}:{factor!r}"
+    first, second = (torch.cat([b.x for b in noise(spec, DATA, count=600, seed=seed).batches(size)]) for size in sizes)
+    assert torch.equal(first, second)
+
+
+def draws(spec, count=40_000, **options):
+    return noise(spec, DATA, count=count, **options).first(count).x.double()
+
+
+def test_uniform():
+    x = draws("uniform:2")
+    assert x.min() >= -3
+    assert x.max() <= 5
+    assert abs(x.mean() - 1) < 0.05
+    assert abs(x.std() - 8 / math.sqrt(12)) < 0.05
+
+
+def test_gaussian_is_not_clipped_unless_asked():
+    x = draws("gaussian")
+    assert abs(x.mean() - 1) < 0.05
+    assert abs(x.std() - 2) < 0.05
+    assert x.max() > 7
+    clipped = draws("gaussian", clip=True)
+    assert torch.equal(clipped, x.clamp(-1, 3))
+    assert "clipped to [-1, 3]" in noise("gaussian", DATA, clip=True).description
+
+
+def test_rademacher():
+    x = draws("rademacher:3")
+    assert set(x.unique().tolist()) == {-5.0, 7.0}
+    assert abs((x > 0).double().mean() - 0.5) < 0.02
+
+
+def test_scaled_is_the_data_times_the_factor():
+    source = noise("scaled", DATA, count=7)
+    assert source.count == 7
+    assert torch.equal(source.first(7).x, 10 * DATA.first(7).x)
+    assert noise("scaled:2", DATA, count=1000).count == DATA.count
+
+
+def test_seeds_kinds_and_chunks_differ():
+    a, b = draws("uniform", seed=0), draws("uniform", seed=1)
+    assert not torch.equal(a, b)
+    assert not torch.equal(a[:256], a[256:512])
+    assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 0.02
+    g = draws("gaussian")
+    assert abs(np.corrcoef(a.flatten(), g.flatten())[0, 1]) < 0.02
+
+
+def test_sources_say_what_they_are():
+    source = noise("uniform", DATA, count=5, seed=3)
+    assert (source.name, source.role, source.shape, source.dtype) == ("uniform", "ood", (2,), torch.float32)
+    assert source.description == "uniform noise on [-1, 3], seed 3"
+    assert noise("scaled:4", DATA).description == "test times 4"
+
+
+def test_a_long_source_costs_nothing_until_it_is_read():
+    source = noise("gaussian", DATA, count=10**12)
+    assert len(source.first(10)) == 10
+    assert source.read(10**12 - 3, 10**12).x.shape == (3, 2)
+    assert source.statistics().samples == 4096
+
+
+@pytest.mark.parametrize("spec", NOISE_NAMES)
+def test_contexts_come_from_the_data_in_order(spec):
+    data = as_source("test", (torch.randn(5, 2), torch.arange(5.0)[:, None]))
+    batch = noise(spec, data, count=12).first(12)
+    assert batch.context is not None
+    assert batch.context.flatten().tolist() == [k % 5 for k in range(len(batch))]
+
+
+def test_pixels_give_noise_on_the_unit_interval():
+    photos = as_source("photos", np.array([0, 255] * 24, np.uint8).reshape(4, 2, 2, 3))
+    x = noise("uniform", photos, count=50).first(50).x
+    assert x.shape == (50, 3, 2, 2)
+    assert 0 <= x.min() < x.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("unifrom", "Did you mean 'uniform'"),
+        ("Gauss", "Did you mean 'gaussian'"),
+        ("salt", "the kinds of noise are uniform, gaussian, rademacher, scaled"),
+        ("uniform:", "positive factor"),
+        ("uniform:x", "positive factor"),
+        ("uniform:-1", "positive factor"),
+        ("uniform:0", "positive factor"),
+        ("scaled:nan", "positive factor"),
+        ("scaled:inf", "positive factor"),
+        ("uniform:1e308", "not finite"),
+        (3, "expected a string"),
+    ],
+)
+def test_bad_specs(spec, message):
+    with pytest.raises(InputError, match=message):
+        noise(spec, DATA)
+
+
+@pytest.mark.parametrize("options", [{"count": 0}, {"count": 2.5}, {"seed": -1}, {"seed": "a"}])
+def test_bad_numbers(options):
+    with pytest.raises(InputError, match="expected a whole number"):
+        noise("uniform", DATA, **options)
+
+
+def test_data_without_a_range_or_with_nan():
+    with pytest.raises(InputError, match="every entry of source 'flat' is 2"):
+        noise("uniform", as_source("flat", torch.full((3, 2), 2.0)))
+    with pytest.raises(InputError, match="sample 0 holds NaN"):
+        noise("uniform", as_source("broken", torch.full((3, 2), math.nan)))

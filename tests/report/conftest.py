@@ -1,0 +1,8 @@
+import pytest
+import records
+
+
+@pytest.fixture(params=list(records.ALL))
+def record(request):
+    """Each synthetic record in turn."""
+    return records.ALL[request.param]()
