@@ -122,13 +122,14 @@ class _Found:
                     name,
                     "of {source} came back as NaN, Inf or an exception",
                 )
-                above = m.histograms["relative"].share_above(self.limit)
+                exact = lost + m["share_wrong"]  # the histogram rounds up within its bin
+                above = exact if m["wrong_limit"] == self.limit else m.histograms["relative"].share_above(self.limit)
                 yield _Check(
                     f"relative errors above {self.limit:.1e}",
                     above,
                     _rest(t.share),
                     name,
-                    f"of {{source}} came back with a larger error than {self.limit:.1e}, relative",
+                    f"of {{source}} came back with a relative error above {self.limit:.1e}",
                 )
             m = self.get("log_det", name)
             if m is None:

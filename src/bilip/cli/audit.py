@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bilip.errors import InputError
 
-__all__ = ["audit"]
+__all__ = ["audit", "require_writable"]
 
 
 def audit(
@@ -51,7 +51,7 @@ def audit(
     if unknown:
         raise InputError(f"--require {unknown[0]}: expected {', '.join(USES)}.")
     for path in (out, html):
-        _require_writable(path)
+        require_writable(path)
 
     import bilip
     from bilip import report
@@ -107,7 +107,7 @@ def _source(entry: str) -> tuple[str, str]:
     return (name, path) if equals and name else (Path(entry).stem or "data", entry)
 
 
-def _require_writable(path: Path | None) -> None:
+def require_writable(path: Path | None) -> None:
     """Say so before a long audit, not after it."""
     if path is None:
         return

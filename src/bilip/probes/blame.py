@@ -30,7 +30,7 @@ class Blame(Probe):
 
     The forward pass stores what reaches each block. *Local* error: the round trip of one block alone, at these activations.
     *Carried* error: what is wrong with each activation when walking back from z; its growth through a block's inverse is the
-    *gain*. Beside them stand the extremes of the block's own Jacobian, in float64 at a few samples, and its log-determinant
+    *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's own Jacobian, in float64 at a few samples, and its log-determinant
     against slogdet for up to 64 dimensions.
 
     The guilty block is the one whose own round trip is wrong; if there is none, the one whose inverse makes the error grow most.
@@ -59,33 +59,41 @@ class Blame(Probe):
         for _, part in parts:
             stored.append(run_guarded(part.__call__, stored[-1], context).value)
         states = self._local_states(subject, batch.x, context, notes)
-        rows: list[dict] = []
-        back, after = stored[-1], torch.zeros(len(batch.x), dtype=torch.float64)
+        local, carried, absolute = [], [], []
+        back = stored[-1]
         for k in reversed(range(len(parts))):
-            name, part = parts[k]
+            part = parts[k][1]
             back = run_guarded(part.inverse, back.clone(), context).value
-            local = distances(stored[k], run_guarded(part.inverse, stored[k + 1].clone(), context).value).relative.cpu()
-            carried = distances(stored[k], back)
-            before = norms(back.double() - stored[k].double()).cpu()
-            growth = (before / after)[(after > 0) & torch.isfinite(before)]
+            alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
+            local.append(distances(stored[k], alone).relative.cpu())
+            carried.append(distances(stored[k], back).relative.cpu())
+            absolute.append(norms(back.double() - stored[k].double()).cpu())
+            self.progress(1 - k / len(parts))
+        local, carried, absolute = local[::-1], carried[::-1], [*absolute[::-1], torch.zeros(len(batch.x))]
+        wrong = ~(carried[0] <= math.sqrt(subject.eps))
+        chosen = wrong if bool(wrong.any()) else ~wrong
+        rows: list[dict] = []
+        for k, (name, part) in enumerate(parts):
+            known = chosen & (absolute[k + 1] > 0) & torch.isfinite(absolute[k])
             rows.append(
                 {
                     "block": name,
                     "kind": kind_of(part),
-                    "local_median": _median(local),
-                    "local_max": _largest(local),
-                    "carried_median": _median(carried.relative.cpu()),
-                    "carried_max": _largest(carried.relative.cpu()),
-                    "gain": _median(growth) if len(growth) else math.nan,
-                    "share_non_finite": float((~carried.finite).double().mean()),
+                    "local_median": _median(local[k][chosen]),
+                    "local_max": _largest(local[k]),
+                    "carried_median": _median(carried[k][chosen]),
+                    "carried_max": _largest(carried[k]),
+                    "gain": _median((absolute[k] / absolute[k + 1])[known]),
+                    "share_non_finite": float((~torch.isfinite(carried[k])).double().mean()),
                     "forward_non_finite": float((~torch.isfinite(stored[k + 1].flatten(1)).all(1)).double().mean()),
                     **vars(states[k]),
                 }
             )
-            after = before
-            self.progress(1 - k / len(parts))
-        rows.reverse()
-        values = {"samples": len(batch.x), **_judge(rows, subject.eps, math.prod(source.shape))}
+        values = {
+            "samples": len(batch.x),
+            "wrong": int(wrong.sum()),
+            **_judge(rows, subject.eps, math.prod(source.shape)),
+        }
         return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
 
     def _local_states(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> list[_LocalState]:

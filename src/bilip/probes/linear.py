@@ -21,17 +21,18 @@ __all__ = ["Linearized", "LinearPart"]
 
 _WORST_RESIDUAL = 1e-4
 _DENSE = 1024
+_SMALL = 64
 _SWEEPS = 400
 
 
 class LinearPart:
     r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
 
-    Coupling blocks and residual blocks are solved from their forward Jacobian alone: that of a coupling is triangular, with a
-    diagonal for the part that is transformed, and for $x + g(x)$ the map $v \mapsto w - J_g v$ contracts. Of other blocks the
-    own inverse is differentiated at their output. Every part is checked on a random direction, $|J J^{-1} w - w|$ and its
-    adjoint; where its road fails the check, as with an iterative inverse that autograd does not see through, the contraction
-    and, for small blocks, a dense solve are tried.
+    Up to 64 entries the Jacobians themselves are built. Coupling and residual blocks are solved from their forward Jacobian
+    alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
+    $v \mapsto w - J_g v$ contracts. Of other blocks the own inverse is differentiated at their output. Every part is checked
+    on a random direction, $|J J^{-1} w - w|$; where its road fails the check, as with an iterative inverse that autograd does
+    not see through, the other roads are tried.
 
     Args:
         part: The block.
@@ -55,7 +56,10 @@ class LinearPart:
             self.z = part(x, context).detach()
         self.residual = math.nan
         self._moved = _moved_entries(part, x)
-        self._road = "contraction" if _is_residual(part) else ("inverse" if self._moved is None else "triangle")
+        self._small = x[0].numel() <= _SMALL
+        self._road = "triangle" if self._moved is not None else "dense" if self._small else "inverse"
+        if _is_residual(part) and not self._small:
+            self._road = "contraction"
         self._checked = False
         self._dense: Tensor | None = None
         self._scales: Tensor | None = None
@@ -70,11 +74,30 @@ class LinearPart:
 
     def apply(self, v: Tensor) -> Tensor:
         """$J v$, for each point its own direction; for one point any number of directions."""
+        if self._small:
+            return torch.einsum("...ij,...j->...i", self._matrix(), v)
         return self._over(push, push_many, self._forward, self.x, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         r"""$J^\top u$."""
+        if self._small:
+            return torch.einsum("...ji,...j->...i", self._matrix(), u)
         return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+
+    def _matrix(self) -> Tensor:
+        """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
+        if self._dense is None:
+            count, size = len(self.x), self.x[0].numel()
+            eye = (
+                torch.eye(size, dtype=self.x.dtype, device=self.x.device)
+                .repeat(count, 1)
+                .reshape(-1, *self.x.shape[1:])
+            )
+            points = self.x.repeat_interleave(size, 0)
+            context = None if self.context is None else self.context.repeat_interleave(size, 0)
+            columns = push(lambda y: self.part(y, context), points, eye).flatten(1)
+            self._dense = columns.reshape(count, size, -1).mT.contiguous()
+        return self._dense[0] if len(self.x) == 1 else self._dense
 
     # ---- J^-1
 
@@ -130,16 +153,10 @@ class LinearPart:
         return v
 
     def _backslash(self, w: Tensor, *, transpose: bool) -> Tensor:
-        if self._dense is None:
-            size = self.x[0].numel()
-            eye = torch.eye(size, dtype=self.x.dtype, device=self.x.device)
-            self._dense = torch.stack(
-                [LinearPart(self.part, x[None], c, self.name).apply(eye).T for x, c in _each(self.x, self.context)]
-            )
-        matrix = self._dense.mT if transpose else self._dense
-        if len(self.x) == 1:
-            return torch.linalg.solve(matrix[0], w.T).T
-        return torch.linalg.solve(matrix, w[..., None])[..., 0]
+        matrix = self._matrix().mT if transpose else self._matrix()
+        return (
+            torch.linalg.solve(matrix, w.T).T if len(self.x) == 1 else torch.linalg.solve(matrix, w[..., None])[..., 0]
+        )
 
     def _check(self) -> None:
         """Choose the first road on which J J^-1 w = w holds, and keep the residual as the error estimate."""
@@ -278,7 +295,3 @@ def _moved_entries(part: Bijection, x: Tensor) -> Tensor | None:
 def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:
     """The contexts of a batch of points; one context serves a point that was repeated."""
     return context if context is None or len(context) == len(x) else context.expand(len(x), *context.shape[1:])
-
-
-def _each(x: Tensor, context: Tensor | None):
-    return [(x[k], None if context is None else context[k : k + 1]) for k in range(len(x))]
