@@ -12,24 +12,25 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilip.blocks import Bijection, Flow
+from bilip.adapters import as_bijection
+from bilip.blocks import Bijection
 from bilip.bounds import EPS, Box, as_float64
 from bilip.errors import ContractViolation, InputError, NoGlobalBound
 
 __all__ = ["Gains", "assert_invertible", "check_contract", "search_gains"]
 
 
-def assert_invertible(
-    model: Bijection | Flow, x: Tensor, *, tolerance: float | None = None, context: Tensor | None = None
-) -> None:
+def assert_invertible(model: Any, x: Tensor, *, tolerance: float | None = None, context: Tensor | None = None) -> None:
     r"""Fail unless $|x - F^{-1}(F(x))| \le \text{tolerance} \cdot (1 + |x|)$ for every sample, measured in float64.
 
     Args:
-        model: A bijection or a flow; it is called as it is, in its own dtype and mode, without gradients.
+        model: A bijection, a flow, or anything `as_bijection` takes; it is called as it is, in its own dtype and mode,
+            without gradients.
         x: A batch of inputs.
         tolerance: By default the square root of the dtype's epsilon: half of the digits survive.
         context: Context of the batch.
@@ -41,9 +42,7 @@ def assert_invertible(
         >>> from bilip.models import real_nvp
         >>> assert_invertible(real_nvp(4, coupling="additive"), torch.randn(16, 4))
     """
-    bijection = model.bijection if isinstance(model, Flow) else model
-    if not isinstance(bijection, Bijection):
-        raise InputError(f"assert_invertible: expected a Bijection or a Flow, got {type(model).__name__}.")
+    bijection = as_bijection(model)
     if not isinstance(x, Tensor) or x.ndim < 2 or not len(x):
         raise InputError("assert_invertible: expected a batch of at least one sample, shape (batch, ...).")
     if not torch.isfinite(x).all():

@@ -47,7 +47,8 @@ class Chain(Bijection):
         for k, block in enumerate(blocks):
             if not isinstance(block, Bijection):
                 raise InputError(
-                    f"Chain: block {k} is a {type(block).__name__}, not a Bijection. Unpack a list with Chain(*blocks)."
+                    f"Chain: block {k} is a {type(block).__name__}, not a Bijection. "
+                    "Unpack a list with Chain(*blocks); bring in a foreign block with bilip.as_bijection."
                 )
         self.blocks = nn.ModuleList(blocks)
         if shape is not None:

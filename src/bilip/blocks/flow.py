@@ -35,7 +35,9 @@ class Flow(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(bijection, Bijection):
-            raise InputError(f"Flow: expected a Bijection, got {type(bijection).__name__}.")
+            raise InputError(
+                f"Flow: expected a Bijection, got {type(bijection).__name__}. Wrap a foreign model with bilip.as_bijection."
+            )
         if not (base == "normal" or isinstance(base, Distribution)):
             raise InputError(
                 f"Flow(base={base!r}): expected 'normal' or a torch.distributions.Distribution over latents."

@@ -30,8 +30,8 @@ class Blame(Probe):
 
     The forward pass stores what reaches each block. *Local* error: the round trip of one block alone, at these activations.
     *Carried* error: what is wrong with each activation when walking back from z; its growth through a block's inverse is the
-    *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's own Jacobian, in float64 at a few samples, and its log-determinant
-    against slogdet for up to 64 dimensions.
+    *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's
+    own Jacobian, in float64 at a few samples, and its log-determinant against slogdet for up to 64 dimensions.
 
     The guilty block is the one whose own round trip is wrong; if there is none, the one whose inverse makes the error grow most.
 
