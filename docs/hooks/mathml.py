@@ -18,11 +18,13 @@ TOKEN = re.compile(r"\\(?:mathrm|mathbb|text)\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\
 LETTERS = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ", "pi": "π", "sigma": "σ",
     "tau": "τ", "infty": "∞", "dots": "…", "cdots": "⋯", "partial": "∂", "top": "⊤",
+    "Pi": "Π", "nabla": "∇",
 }  # fmt: skip
 OPERATORS = {
     "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←",
     "mapsto": "↦", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
-    "|": "‖", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}",
+    "|": "‖", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "lfloor": "⌊", "rfloor": "⌋",
+    "{": "{", "}": "}",
 }  # fmt: skip
 DOUBLE = {"R": "ℝ"}
 NAMES = ("max", "min", "sup", "log", "exp", "cos", "tanh", "det", "diag")

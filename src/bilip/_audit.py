@@ -15,7 +15,8 @@ import torch
 from bilip import probes as p
 from bilip._verdicts import Thresholds, judge
 from bilip.data import Source, as_source, noise
-from bilip.errors import InputError
+from bilip.data.noise import NOISE_NAMES
+from bilip.errors import BilipError, InputError
 from bilip.probes.blame import kind_of
 from bilip.record import AuditRecord, Measurement, environment
 
@@ -110,12 +111,14 @@ def audit(
     started = time.monotonic()
     spent = budget if isinstance(budget, Budget) else _budget(budget)
     thresholds = thresholds or Thresholds()
+    probes = None if probes is None else _listed([probes] if isinstance(probes, p.Probe) else probes)
     subject = p.Subject.of(model, name)
     streams = _sources(sources, ood, spent, seed)
     for stream in streams:
         stream.check(spent.samples)
     show, measurements, stopped = progress or _Line(), [], False
-    with subject.evaluating():
+    with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
+        torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
             subject.check(first.x, first.context, f"source {stream.name!r}")
@@ -134,6 +137,13 @@ def audit(
                     raise
                 stopped = True
                 measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped here"))
+            except BilipError:
+                raise
+            except Exception as error:  # a foreign model may raise anything anywhere; the other probes still count
+                if probe in (probes or ()):
+                    raise
+                why = " ".join(f"the probe raised {type(error).__name__}: {error}".split())
+                measurements.append(Measurement(probe.name, stream.name, reason=why[:500]))
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
@@ -168,22 +178,48 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[
     table = dict(given) if isinstance(given, Mapping) else {"data": given}
     if not table:
         raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
-    if isinstance(ood, str):
-        ood = [part for part in ood.split(",") if part]
-    found = {}
+    ood = _listed(ood)
+    found: dict[str, Source] = {}
     for label, value in table.items():
-        found[str(label)] = as_source(str(label), value, role="ood" if label in ood else None)
-    like = next((s for s in found.values() if s.role == "data"), next(iter(found.values())))
+        name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
+        found[name] = _called(name, value, role="ood" if name in ood else None)
+    first = next(iter(found.values()))
+    for source in found.values():
+        if source.shape != first.shape:
+            raise InputError(
+                f"the sources differ in shape: samples of {first.name!r} have shape {first.shape}, those of {source.name!r} "
+                f"{source.shape}. One model takes one of them."
+            )
+    like = next((s for s in found.values() if s.role == "data"), first)
     for spec in ood:
-        if spec not in found:
-            found[spec] = noise(spec, like, count=budget.noise, seed=seed)
-    shapes = {s.shape for s in found.values()}
-    if len(shapes) > 1:
-        first, *_, last = found.values()
-        raise InputError(
-            f"audit: the sources have different shapes: {first.name!r} {first.shape} and {last.name!r} {last.shape}."
-        )
+        if spec in found:
+            continue
+        if str(spec).partition(":")[0] not in NOISE_NAMES:
+            raise InputError(
+                f"ood={spec!r} is neither the name of a source ({', '.join(found)}) nor a kind of noise: "
+                f"{', '.join(NOISE_NAMES)}."
+            )
+        found[spec] = noise(spec, like, count=budget.noise, seed=seed)
     return list(found.values())
+
+
+def _called(name: str, value: Any, role: str | None) -> Source:
+    """A source under the name and in the role that this audit gives it."""
+    source = as_source(name, value, role=role)
+    if source.name == name and role in (None, source.role):
+        return source
+    return Source(
+        name,
+        source.rows,
+        role=role or source.role,
+        description=source.description,
+        context=source.context_rows,
+    )
+
+
+def _listed(names: Any) -> list[Any]:
+    """One name, names with commas between them, or a list."""
+    return [part.strip() for part in names.split(",") if part.strip()] if isinstance(names, str) else list(names)
 
 
 def _plan(
@@ -205,7 +241,7 @@ def _plan(
         p.Trust(limit=b.samples, batch=b.batch),
     ]
     once: list[p.Probe] = [p.Consistency(), p.Sampling(b.draws, batch=b.batch, seed=seed)]
-    if size == 2 and main.context_shape is None:
+    if wanted is not None or (size == 2 and main.context_shape is None):
         once.append(p.ErrorMap())
     if b.precision:
         once.append(p.Precision(b.precision, seed=seed))

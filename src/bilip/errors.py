@@ -6,6 +6,7 @@ __all__ = [
     "BilipError",
     "CheckpointError",
     "ContractViolation",
+    "DriftError",
     "InputError",
     "MissingExtra",
     "NoGlobalBound",
@@ -83,3 +84,7 @@ class RecordError(BilipError, ValueError):
 
 class NotMeasured(BilipError, RuntimeError):
     """A probe has no answer for this model; the message says why."""
+
+
+class DriftError(BilipError, RuntimeError):
+    """A memory-saving backward pass whose activations are not those of the forward pass."""

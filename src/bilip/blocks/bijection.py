@@ -29,6 +29,7 @@ class Bijection(nn.Module):
         shape: Shape of one input sample, where it is known.
         volume_preserving: `True` if the log-determinant is always zero, which lets a chain skip it.
         rearranges: `True` if the map only moves entries around.
+        closed_form: `False` if the inverse is iterative, so that it is known to a tolerance only.
 
     Example:
         >>> import math
@@ -54,6 +55,7 @@ class Bijection(nn.Module):
     shape: tuple[int, ...] | None = None
     volume_preserving: bool = False
     rearranges: bool = False
+    closed_form: bool = True
 
     # ---- the maps
 

@@ -55,6 +55,7 @@ class Chain(Bijection):
             self.shape = tuple(int(n) for n in shape)
             self.latent_shape = self.out_shape(self.shape)
         self.volume_preserving = all(block.volume_preserving for block in blocks)
+        self.closed_form = all(block.closed_form for block in blocks)
         self._caches: dict[tuple[object, ...], EvalCache] = {}
 
     def __iter__(self) -> Iterator[Bijection]:

@@ -109,11 +109,12 @@ class InvertibleConv1x1(Bijection):
         """A matrix times the channels, at every pixel."""
         self.check(x, self.channels)
         self.check_like(x, matrix)
+        if torch.is_autocast_enabled(x.device.type):  # autocast is for nets: the state keeps its precision
+            with torch.autocast(x.device.type, enabled=False):
+                return self.mix(matrix, x.to(matrix.dtype))
         if x.ndim == 2:
             return F.linear(x, matrix)
-        if x.ndim == 4 and torch.is_autocast_enabled(x.device.type):
-            return F.conv2d(x, matrix[:, :, None, None])
-        # In full precision, one product for each image is faster than a convolution.
+        # One product for each image is faster than a convolution.
         return torch.bmm(matrix.expand(len(x), -1, -1), x.flatten(2)).view(x.shape)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:

@@ -34,6 +34,7 @@ class Invert(Bijection):
             raise InputError(f"Invert: expected a Bijection, got {type(bijection).__name__}.")
         self.bijection = bijection
         self.volume_preserving = bijection.volume_preserving
+        self.closed_form = bijection.closed_form
         if bijection.shape is not None:
             self.shape = bijection.out_shape(bijection.shape)
 

@@ -47,6 +47,8 @@ class NeuralODE(Bijection):
         True
     """
 
+    closed_form = False
+
     def __init__(
         self,
         f: nn.Module,

@@ -31,6 +31,7 @@ class OnKept(Bijection):
         self.block, self.kept_shape = block, tuple(shape)
         self.kept_latent = block.out_shape(self.kept_shape)
         self.volume_preserving = block.volume_preserving
+        self.closed_form = block.closed_form
 
     def _split(self, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         size = math.prod(shape)

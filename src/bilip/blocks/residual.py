@@ -77,6 +77,8 @@ class Residual(Bijection):
         True
     """
 
+    closed_form = False
+
     def __init__(
         self,
         g: nn.Module,

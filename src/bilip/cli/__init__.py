@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; a `BilipError` becomes one line and exit code 2."""
+    """Run the command line; a `BilipError` becomes one line and exit code 2, Ctrl-C exit code 130."""
     try:
         from bilip.cli.app import app
     except ImportError as error:
-        sys.exit(f"bilip: the command line needs {error.name}: pip install 'bilip[cli]'")
+        _end(f"the command line needs {error.name}: pip install 'bilip[cli]'", 2)
     from bilip.errors import BilipError
 
     try:
         app()
     except BilipError as error:
-        print(f"bilip: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(str(error), 2)
+    except SystemExit as end:
+        if end.code == 130:  # what typer makes of Ctrl-C
+            _end("stopped", 130)
+        raise
     except KeyboardInterrupt:
-        print("bilip: stopped", file=sys.stderr)
-        sys.exit(130)
+        _end("stopped", 130)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    print(f"bilip: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(code)

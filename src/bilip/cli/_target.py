@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bilip.errors import BilipError, InputError
 
 if TYPE_CHECKING:
+    from bilip.adapters import Adapted
     from bilip.blocks import Bijection
 
 __all__ = ["load_bijection", "load_model"]
@@ -17,12 +18,10 @@ __all__ = ["load_bijection", "load_model"]
 
 def load_bijection(target: str) -> Bijection:
     """Load `folder`, `package.module:function` or `package.module:object` as a bijection."""
-    from bilip.adapters import as_bijection
-
-    return as_bijection(load_model(target))
+    return load_model(target).bijection
 
 
-def load_model(target: str, device: str | None = None) -> Any:
+def load_model(target: str, device: str | None = None) -> Adapted:
     """Load a model of any library that `as_bijection` takes; a function is called, a module is taken as it is."""
     import torch
 
@@ -35,32 +34,37 @@ def load_model(target: str, device: str | None = None) -> Any:
             model = model()
         except BilipError:
             raise
-        except Exception as error:
-            raise InputError(f"{target} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{target} raised {_text(error)}.") from error
     try:
         adapted = adapt(model)
-        if device is not None:
-            adapted.bijection.to(device)
     except BilipError as error:
-        raise InputError(f"{target} gave a {type(model).__name__}: {error}") from error
-    except RuntimeError as error:
-        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{target} gave an object of type {type(model).__name__}: {error}") from error
+    if device is not None:
+        try:
+            adapted.bijection.to(device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either where a device is missing
+            raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
     return adapted
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
 def _import(target: str) -> object:
     module, colon, name = target.partition(":")
     if not colon or not module or not name:
-        raise InputError(f"{target!r} is neither a folder nor of the form package.module:function.")
+        raise InputError(f"{target!r} is neither a checkpoint folder nor of the form package.module:function.")
     sys.path.insert(0, "")
     try:
         found = importlib.import_module(module)
     except BilipError:
         raise
-    except Exception as error:
-        raise InputError(
-            f"the module {module!r} cannot be imported ({error}). Run bilip where python finds it."
-        ) from error
+    except ModuleNotFoundError as error:
+        raise InputError(f"{target}: {error}. Run bilip in the folder that holds it, or install it.") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"importing the module {module!r} raised {_text(error)}.") from error
     finally:
         sys.path.remove("")
     if not hasattr(found, name):

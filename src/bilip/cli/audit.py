@@ -58,7 +58,7 @@ def audit(
     from bilip.cli._target import load_model
 
     model = load_model(target, device)
-    sources = dict(_source(entry) for entry in data)
+    sources = _sources(data)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -66,7 +66,7 @@ def audit(
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("auditing", total=1.0)
         record = bilip.audit(
             model,
@@ -81,10 +81,11 @@ def audit(
             keep_interrupted=True,
             progress=lambda text, share: bar.update(task, description=text, completed=share),
         )
-    report.print_terminal(record)
-    shown = Console(highlight=False)
-    if out is not None:
+    if out is not None:  # first of all: what was measured must not be lost
         record.save(out)
+    report.print_terminal(record)
+    shown = Console(highlight=False, soft_wrap=True)
+    if out is not None:
         shown.print(f"wrote {out}", markup=False)
     if html is not None:
         report.write_html(record, html)
@@ -102,9 +103,16 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _source(entry: str) -> tuple[str, str]:
-    name, equals, path = entry.partition("=")
-    return (name, path) if equals and name else (Path(entry).stem or "data", entry)
+def _sources(entries: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, equals, path = entry.partition("=")
+        if not equals or not name or Path(entry).exists():
+            name, path = Path(entry).stem or "data", entry
+        if name in found:
+            raise InputError(f"--data: two sources are called {name!r}. Give each a name, as in --data other={path}.")
+        found[name] = path
+    return found
 
 
 def require_writable(path: Path | None) -> None:
@@ -115,7 +123,8 @@ def require_writable(path: Path | None) -> None:
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder.")
     if not folder.is_dir():
-        raise InputError(f"cannot write {path}: the folder {folder} does not exist.")
+        why = f"{folder} is not a folder" if folder.exists() else f"the folder {folder} does not exist"
+        raise InputError(f"cannot write {path}: {why}.")
     import os
 
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):

@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bilip.errors import InputError
-
 __all__ = ["bounds"]
 
 
@@ -32,7 +30,9 @@ def bounds(
     """
     from bilip.bounds import Box
     from bilip.cli._target import load_bijection
+    from bilip.cli.audit import require_writable
 
+    require_writable(out)
     model = load_bijection(target)
     domain = None if box is None else Box(*box)
     start = None if latent is None else Box(*latent)
@@ -55,6 +55,8 @@ def bounds(
 
 def write_json(bound, target: str, path: Path) -> None:
     """The numbers of a bound, infinities as strings, whole or not at all."""
+    from bilip.record import write_aside
+
     document = {
         "target": target,
         "formula": bound.formula,
@@ -68,12 +70,7 @@ def write_json(bound, target: str, path: Path) -> None:
             for b in bound.blocks
         ],
     }
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        aside.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        aside.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}).") from error
+    write_aside(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _json(value: float) -> float | str:

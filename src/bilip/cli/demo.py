@@ -40,7 +40,8 @@ def demo(
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    aside = Console(stderr=True)
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
         task = bar.add_task("loading", total=float(len(TITLES)))
         for k, name in enumerate(TITLES):
             records[TITLES[name]] = _audit(

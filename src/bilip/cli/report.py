@@ -18,8 +18,10 @@ def report(
 ) -> None:
     """Show a record on the terminal, as Markdown or as an HTML page."""
     from bilip import report as pages
+    from bilip.cli.audit import require_writable
     from bilip.record import AuditRecord
 
+    require_writable(html)
     found = AuditRecord.load(record)
     if markdown:
         typer.echo(pages.to_markdown(found))

@@ -168,7 +168,8 @@ def _look(linear: LinearPart) -> _LocalState:
 def _judge(rows: list[dict], eps: float, size: int) -> dict[str, str]:
     """Who is guilty, and why."""
     limit = math.sqrt(eps)
-    broken = [row for row in reversed(rows) if row["share_non_finite"] > 0]  # in the order of the walk back
+    broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the walk: there, and back
+    broken += [row for row in reversed(rows) if row["share_non_finite"] > 0]
     first = broken[0]["block"] if broken else ""
     liars = [row for row in rows if row["log_det_error"] > 1e-3 * size]
     liar = max(liars, key=lambda r: r["log_det_error"]) if liars else None

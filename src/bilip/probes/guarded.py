@@ -26,7 +26,8 @@ class Outcome:
         values: The tensors that the call returned; NaN in the rows of failed samples.
         failed: For each sample: did the model raise because of it?
         message: The first exception, in one line; empty if there was none.
-        exact: Whether the search for the guilty samples ended before its budget did; if not, some innocent are among them.
+        exact: Whether the guilty samples could be told apart within the budget of the search; if not, some innocent may be
+            among them.
     """
 
     values: tuple[Tensor, ...]
@@ -79,28 +80,29 @@ class _Search:
     def run(self, message: str) -> Outcome:
         everyone = torch.arange(len(self.x))
         norms = self.x.detach().double().flatten(1).norm(dim=1).nan_to_num(torch.inf)
-        for k in norms.argsort()[:_CANDIDATES].tolist():
+        order = norms.argsort().cpu()  # small samples are good ones most often; then some of every size
+        spread = order[_CANDIDATES :: max(1, (len(order) - 1) // _CANDIDATES)]
+        candidates = [*order[:_CANDIDATES].tolist(), *spread.tolist()]
+        for k in candidates:
             self.good = k
             if self._try(everyone[:0]) is not None:
                 break
         else:
             failed = torch.ones(len(self.x), dtype=torch.bool, device=self.x.device)
-            nan = torch.full_like(self.x, torch.nan)
-            return Outcome((nan, nan.flatten(1).sum(1)), failed, message)
+            return Outcome(self._nothing(), failed, message, len(candidates) == len(self.x))
         guilty = self._find(everyone)
         innocent = torch.ones(len(self.x), dtype=torch.bool)
         innocent[guilty] = False
         values = self._try(everyone[innocent])
         if values is None:  # the innocent fail together: nobody can be told apart
-            innocent[:] = False
-            values = self._try(everyone[:0])
+            innocent[:] = self.exact = False
+            values = self._try(everyone[:0]) or self._nothing()
         failed = ~innocent.to(self.x.device)
-        return Outcome(
-            tuple(_blank(v, failed) for v in values or (torch.full_like(self.x, torch.nan),)),
-            failed,
-            message,
-            self.exact,
-        )
+        return Outcome(tuple(_blank(v, failed) for v in values), failed, message, self.exact)
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        nan = torch.full_like(self.x, torch.nan)
+        return nan, nan.flatten(1).sum(1)
 
     def _find(self, suspects: Tensor) -> Tensor:
         if self.left <= 0:
@@ -112,7 +114,10 @@ class _Search:
             return suspects
         half = len(suspects) // 2
         found = torch.cat([self._find(suspects[:half]), self._find(suspects[half:])])
-        return found if len(found) else suspects
+        if len(found):
+            return found
+        self.exact = False  # they raise only together
+        return suspects
 
     def _try(self, kept: Tensor) -> tuple[Tensor, ...] | None:
         """The result with everybody but `kept` replaced by the good sample, or `None` if it raises."""

@@ -52,8 +52,8 @@ class LogDet(Probe):
             try:
                 z, forward = subject.forward_and_log_det(batch.x, batch.context).values
                 inverse = subject.inverse_and_log_det(z, batch.context).values[1]
-            except BilipError as error:
-                raise NotMeasured(str(error)) from error
+            except (BilipError, NotImplementedError) as error:
+                raise NotMeasured(f"the model gives no log-determinant: {error}") from error
             first = first or (batch, forward.double().cpu())
             found += Histogram.of(((forward.double() + inverse.double()).abs() / size).cpu())
             count += len(batch)

@@ -49,7 +49,7 @@ class Probe:
         """Measure on a batch, a pair `(x, context)`, a file or a `Source`."""
         subject = Subject.of(model)
         source = x if isinstance(x, Source) else as_source(name, x)
-        with subject.evaluating(), torch.random.fork_rng(devices=[], enabled=True):
+        with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
             try:
                 return self._measure(subject, source)
             except NotMeasured as why:

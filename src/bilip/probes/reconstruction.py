@@ -64,7 +64,7 @@ class Reconstruction(Probe):
             tally.add(batch.start, batch.x, back.value, found, failed, forward.message or back.message)
             if not (forward.exact and back.exact):
                 tally.notes.add(
-                    "some samples marked as failed may be innocent: the search for the guilty ran out of its budget"
+                    "some samples marked as failed may be innocent: they could not be told apart from the guilty"
                 )
             again = subject.forward(back.value, batch.context)
             tally.latent += Histogram.of(distances(z, again.value).relative.cpu())

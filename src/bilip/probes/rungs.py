@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bilip.probes.float32 import float32_products
 from bilip.probes.guarded import Outcome, run_guarded
 from bilip.probes.subject import Subject
 
@@ -109,12 +109,6 @@ class RungModel:
 
         return run_guarded(through, x.clone(), context)
 
-    @contextlib.contextmanager
-    def _arithmetic(self) -> Iterator[None]:
+    def _arithmetic(self) -> AbstractContextManager[None]:
         """TF32 on for its own rung; elsewhere it stays off."""
-        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        try:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.rung.name == "tf32"
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        return float32_products("tf32" if self.rung.name == "tf32" else "ieee")

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from bilip.adapters import Base
 from bilip.data import Source
 from bilip.errors import NotMeasured
 from bilip.probes.distance import distances
@@ -51,7 +52,7 @@ class Sampling(Probe):
         pictures: tuple[Picture, ...] = ()
         wanted = self.count if source.context_shape is None else min(self.count, source.count)
         for batch in _repeated(source, self.batch, wanted, subject):
-            z = subject.base.sample(len(batch.x), batch.context, generator)
+            z = _draw(subject.base, len(batch.x), batch.context, generator)
             drawn = subject.inverse(z, batch.context)
             x = drawn.value
             if not done and is_image(tuple(x.shape[1:])):
@@ -88,6 +89,13 @@ def _repeated(source: Source, size: int, wanted: int, subject: Subject):
         for batch in source.batches(size, limit=wanted - done, dtype=subject.dtype, device=subject.device):
             yield batch
             done += len(batch)
+
+
+def _draw(base: Base, count: int, context: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
+    try:
+        return base.sample(count, context, generator)
+    except Exception as error:  # a foreign base may raise anything
+        raise NotMeasured(f"the base distribution gives no samples: {' '.join(str(error).split())}") from error
 
 
 def _bits(subject: Subject, x: torch.Tensor, context: torch.Tensor | None, size: int) -> torch.Tensor:

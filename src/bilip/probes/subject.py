@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bilip.adapters import Adapted, Base, adapt
 from bilip.blocks import Bijection
 from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.probes.float32 import float32_products
 from bilip.probes.guarded import Outcome, run_guarded
 
 __all__ = ["Subject"]
@@ -65,6 +66,11 @@ class Subject:
     def device(self) -> torch.device:
         """The device of the model."""
         return next((t.device for t in self._tensors()), torch.device("cpu"))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices, beside the CPU, whose random state a call may touch."""
+        return [torch.device(k) for k in range(torch.cuda.device_count())] if self.device.type == "cuda" else []
 
     @property
     def eps(self) -> float:
@@ -132,15 +138,13 @@ class Subject:
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode and TF32 off inside; everything put back afterwards."""
         modes = {module: module.training for module in self.bijection.modules()}
-        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         try:
             self.bijection.eval()
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-            yield
+            with float32_products():
+                yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
     def check(self, x: Tensor, context: Tensor | None, where: str) -> None:
         """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse."""

@@ -1,7 +1,8 @@
 """What an audit leaves behind: measurements, verdicts and the record that holds them. No torch is needed to read one.
 
-A record is strict JSON: numbers that are not finite are written as the strings `"nan"`, `"inf"` and `"-inf"`. What each
-probe measures, and under which names, stands in `docs/record.md`.
+A record is strict JSON: numbers that are not finite are written as the strings `"nan"`, `"inf"` and `"-inf"`; a text that
+reads like one of these gets a backslash in front. What each probe measures, and under which names, stands in
+`docs/record.md`.
 """
 
 from __future__ import annotations
@@ -168,10 +169,9 @@ class AuditRecord:
         """
         try:
             document = json.loads(text, parse_constant=_refuse_constant)
-        except (json.JSONDecodeError, RecordError, RecursionError) as error:
-            raise RecordError(
-                f"{where} is not strict JSON ({error}). It may be truncated: run the audit again."
-            ) from error
+        except (ValueError, RecursionError) as error:
+            hint = "" if isinstance(error, RecordError) else " It may be truncated: run the audit again."
+            raise RecordError(f"{where} is not strict JSON ({error}).{hint}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise RecordError(f"{where} is not an audit record: its 'format' is not {FORMAT!r}.")
         schema = document.get("schema")
@@ -180,14 +180,15 @@ class AuditRecord:
         if schema > SCHEMA:
             raise RecordError(f"{where} has schema {schema}; this bilip reads up to {SCHEMA}. Upgrade bilip.")
         try:
+            document = _decode(document)
             return cls(
-                model=_decode(document["model"]),
-                sources=tuple(_decode(s) for s in document["sources"]),
-                measurements=tuple(_measurement(m) for m in document["measurements"]),
-                verdicts={use: _verdict(v) for use, v in document["verdicts"].items()},
-                settings=_decode(document["settings"]),
-                environment=document["environment"],
-                created=document["created"],
+                model=_typed(document, "model", dict),
+                sources=tuple(_items(document, "sources", dict)),
+                measurements=tuple(_measurement(m) for m in _items(document, "measurements", dict)),
+                verdicts={use: _verdict(v) for use, v in _typed(document, "verdicts", dict).items()},
+                settings=_typed(document, "settings", dict),
+                environment=_typed(document, "environment", dict),
+                created=_typed(document, "created", str),
                 schema=schema,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -201,7 +202,7 @@ class AuditRecord:
     def load(cls, path: str | Path) -> AuditRecord:
         """Read a record that `save` wrote."""
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise RecordError(f"{path} is not a text file; expected an audit record in JSON.") from error
         except OSError as error:
@@ -214,24 +215,33 @@ def _refuse_constant(name: str) -> float:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, str):
+        return f"\\{value}" if value.lstrip("\\") in _NON_FINITE else str(value)
     if isinstance(value, (Histogram, Measurement, Verdict, Picture)):
-        return _fields(value)
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): _encode(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(v) for v in value]
-    return value
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of numpy or torch
+        return _encode(value.item())
+    raise RecordError(
+        f"a record holds numbers, words, lists and tables of these, not a {type(value).__name__}: convert it first, as in "
+        "float(value) or value.tolist()."
+    )
 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
+        return (
+            value[1:] if value.startswith("\\") and value.lstrip("\\") in _NON_FINITE else _NON_FINITE.get(value, value)
+        )
     if isinstance(value, dict):
         return {k: _decode(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -239,26 +249,38 @@ def _decode(value: Any) -> Any:
     return value
 
 
+def _typed(raw: Mapping[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(raw[name], kind):
+        raise TypeError(f"{name!r} is {raw[name]!r:.40}, not a {kind.__name__}")
+    return raw[name]
+
+
+def _items(raw: Mapping[str, Any], name: str, kind: Any) -> list[Any]:
+    for item in _typed(raw, name, list):
+        if not isinstance(item, kind):
+            raise TypeError(f"{name!r} holds {item!r:.40}")
+    return raw[name]
+
+
 def _measurement(raw: dict[str, Any]) -> Measurement:
+    series = _typed(raw, "series", dict)
     return Measurement(
-        probe=raw["probe"],
-        source=raw["source"],
-        values=_decode(raw["values"]),
-        series={k: tuple(_decode(v)) for k, v in raw["series"].items()},
-        rows=tuple(_decode(r) for r in raw["rows"]),
-        histograms={k: _histogram(h) for k, h in raw["histograms"].items()},
-        pictures=tuple(Picture(**p) for p in raw["pictures"]),
-        notes=tuple(raw["notes"]),
-        reason=raw["reason"],
+        probe=_typed(raw, "probe", str),
+        source=_typed(raw, "source", str),
+        values=_typed(raw, "values", dict),
+        series={k: tuple(_items(series, k, (int, float))) for k in series},
+        rows=tuple(_items(raw, "rows", dict)),
+        histograms={k: _histogram(h) for k, h in _typed(raw, "histograms", dict).items()},
+        pictures=tuple(Picture(**p) for p in _items(raw, "pictures", dict)),
+        notes=tuple(_items(raw, "notes", str)),
+        reason=_typed(raw, "reason", str),
     )
 
 
 def _histogram(raw: dict[str, Any]) -> Histogram:
-    raw = _decode(raw)
-    return Histogram(**{**raw, "counts": {int(k): n for k, n in raw["counts"].items()}})
+    counts = _typed(raw, "counts", dict)
+    return Histogram(**{**raw, "counts": {int(k): _typed(counts, k, int) for k in counts}})
 
 
 def _verdict(raw: dict[str, Any]) -> Verdict:
-    return Verdict(
-        **{**raw, "status": Status(raw["status"]), "value": _decode(raw["value"]), "limit": _decode(raw["limit"])}
-    )
+    return Verdict(**{**raw, "status": Status(raw["status"]), "reason": _typed(raw, "reason", str)})

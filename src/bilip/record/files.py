@@ -29,8 +29,13 @@ def environment() -> dict[str, str]:
 def write_aside(path: str | Path, text: str) -> None:
     """Write a text file whole or not at all: aside first, then renamed."""
     target = Path(path)
+    if not target.name:
+        raise InputError(f"cannot write {str(path)!r}: expected the name of a file.")
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        if target.exists() and not target.is_file() and not target.is_dir():  # a pipe or a device is no file to replace
+            target.write_text(text, encoding="utf-8")
+            return
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, target)
     except OSError as error:

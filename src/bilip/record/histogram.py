@@ -96,7 +96,7 @@ class Histogram:
         for k in sorted(self.counts):
             seen += self.counts[k]
             if seen >= wanted - 1e-9:
-                return min(10.0 ** ((k + 1) / self.PER_DECADE), self.largest)
+                return min(_edge(k + 1), self.largest)
         return math.inf
 
     def share_above(self, limit: float) -> float:
@@ -105,8 +105,12 @@ class Histogram:
             return math.nan
         above = self.infinite + self.nans
         for k, n in self.counts.items():
-            if 10.0 ** (k / self.PER_DECADE) >= limit or (
-                10.0 ** ((k + 1) / self.PER_DECADE) > limit and self.largest > limit
-            ):
+            if _edge(k) >= limit or (_edge(k + 1) > limit and self.largest > limit):
                 above += n
         return above / self.count
+
+
+def _edge(k: int) -> float:
+    """The value where bin k begins; the last one ends beyond the largest float."""
+    exponent = k / Histogram.PER_DECADE
+    return 10.0**exponent if exponent < 308.25 else math.inf

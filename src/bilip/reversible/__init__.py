@@ -1,0 +1,7 @@
+"""Memory-saving gradients that cannot be silently wrong."""
+
+from bilip.reversible.function import angle
+from bilip.reversible.guard import DriftWarning, Guard, GuardReport
+from bilip.reversible.reversible import Reversible
+
+__all__ = ["DriftWarning", "Guard", "GuardReport", "Reversible", "angle"]

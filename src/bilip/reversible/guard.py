@@ -1,0 +1,229 @@
+"""The guard: notices when a memory-saving walk drifts away from the activations that the forward pass had."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilip.errors import DriftError, InputError
+
+__all__ = ["DriftWarning", "Fingerprint", "Guard", "GuardReport", "Watch"]
+
+ACTIONS = ("repair", "warn", "raise")
+REST = 20
+_ODD, _OTHER = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
+
+
+class DriftWarning(UserWarning):
+    """A memory-saving gradient was computed from activations that have drifted."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    r"""How a walk is watched, and what happens when it drifts.
+
+    The forward pass takes two random-sign projections of every activation, for each sample, mutually orthogonal, redrawn in every step
+    and summed in float64. For a drift $e$ the expected square of each is $|e|^2$, wherever in the activation it sits. The
+    backward walk compares, block by block; the recovered input is compared with the input itself.
+
+    Args:
+        tolerance: Largest drift relative to the activation; by default $0.1 \sqrt{\epsilon}$ of the dtype (3.5e-5 for
+            float32), calibrated so that gradients stay within 1e-3 rad of stored ones.
+        action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right, and places
+            anchors for the steps to come; `"warn"` and `"raise"` do what they say.
+        budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
+        spot_check: Every so many steps compare the gradients of a few samples with stored ones; 0 for never.
+
+    Example:
+        >>> Guard(action="warn").limit(torch.float32) < 1e-4
+        True
+    """
+
+    tolerance: float | None = None
+    action: str = "repair"
+    budget: int = 256 * 2**20
+    spot_check: int = 500
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise InputError(f"Guard(action={self.action!r}): expected one of {', '.join(map(repr, ACTIONS))}.")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise InputError(f"Guard(tolerance={self.tolerance}): expected a number between 0 and 1.")
+        if self.budget < 0 or self.spot_check < 0:
+            raise InputError(f"Guard(budget={self.budget}, spot_check={self.spot_check}): expected numbers >= 0.")
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """The tolerance for a dtype.
+
+        Raises:
+            InputError: It asks for more than the dtype can give.
+        """
+        eps = torch.finfo(dtype).eps
+        if self.tolerance is None:
+            return 0.1 * math.sqrt(eps)
+        if self.tolerance < 20 * eps:
+            raise InputError(
+                f"Guard(tolerance={self.tolerance:g}): {str(dtype).removeprefix('torch.')} rounds at {eps:.1e}, so that "
+                f"even an exact walk drifts by some of that. Expected at least {20 * eps:.1e}."
+            )
+        return self.tolerance
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """What the guard has seen so far.
+
+    Attributes:
+        steps: Backward passes watched.
+        repaired: How many of them were recomputed.
+        warned: How many ended with a warning.
+        drift: By block: relative drift of its recovered input, in the last watched step.
+        worst: By block: the largest so far.
+        anchors: By block: bytes stored before it in each step.
+        tolerance: The limit in force.
+        spot_checks: Comparisons with stored gradients.
+        worst_angle: Largest angle found by them, in radians.
+    """
+
+    steps: int
+    repaired: int
+    warned: int
+    drift: Mapping[str, float]
+    worst: Mapping[str, float]
+    anchors: Mapping[str, int]
+    tolerance: float
+    spot_checks: int
+    worst_angle: float
+
+    @property
+    def guilty(self) -> str:
+        """The block with the largest drift so far; empty if there is none."""
+        return max(self.worst, key=lambda name: self.worst[name], default="")
+
+
+class Fingerprint:
+    """Two sums of an activation under random signs, one over even and one over odd entries, for each sample in float64.
+
+    The signs are a hash of the place and of a counter that lives on the device: no generator is disturbed, and a captured step draws
+    anew each time it is replayed.
+
+    Args:
+        counter: A number that is another one in every step.
+    """
+
+    def __init__(self, counter: Tensor) -> None:
+        self.counter = counter.clone()
+        self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, x: Tensor) -> Tensor:
+        """The fingerprint, shape `(batch, 2)`; sum and difference of the two project on mutually orthogonal sign vectors."""
+        flat = x.flatten(1)
+        size = flat.shape[1]
+        if (size, x.dtype) not in self.signs:
+            mixed = torch.arange(size, device=x.device) * _ODD + self.counter * _OTHER
+            for shift in (30, 27):
+                mixed = (mixed ^ (mixed >> shift)) * _ODD
+            self.signs[size, x.dtype] = (((mixed >> 33) & 1) * 2 - 1).to(x.dtype)
+        signed = flat * self.signs[size, x.dtype]
+        if size % 2:
+            signed = torch.nn.functional.pad(signed, (0, 1))
+        return signed.unflatten(1, (-1, 2)).sum(1, dtype=torch.float64)
+
+    def drift(self, x: Tensor, before: Tensor) -> Tensor:
+        """Largest relative drift over the samples; infinite where it is not a number."""
+        apart = (self.of(x) - before).norm(dim=1)
+        size = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+        return _largest(apart / (size + _tiny(size)))
+
+
+def true_drift(x: Tensor, known: Tensor) -> Tensor:
+    """The same against an activation that was kept."""
+    apart = torch.linalg.vector_norm((x - known).flatten(1), dim=1, dtype=torch.float64)
+    size = torch.linalg.vector_norm(known.flatten(1), dim=1, dtype=torch.float64)
+    return _largest(apart / (size + _tiny(size)))
+
+
+def _largest(ratio: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(ratio), ratio, torch.inf).amax()
+
+
+def _tiny(size: Tensor) -> Tensor:
+    return 1e-6 * size.mean() + 1e-30
+
+
+@dataclass
+class Watch:
+    """What one `Reversible` remembers from step to step; the state behind a `GuardReport`."""
+
+    guard: Guard
+    steps: int = 0
+    repaired: int = 0
+    warned: int = 0
+    tolerance: float = math.nan
+    drift: dict[str, float] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    anchors: dict[tuple[bool, int], int] = field(default_factory=dict)  # (direction, state) -> bytes
+    names: dict[tuple[bool, int], str] = field(default_factory=dict)
+    spot_checks: int = 0
+    worst_angle: float = 0.0
+    rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
+    flag: Tensor | None = None  # largest drift over the limit of a captured step; read by the training loop
+
+    def fingerprint(self, device: torch.device) -> Fingerprint:
+        """New signs."""
+        if device not in self.counters:
+            self.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return Fingerprint(self.counters[device].add_(1))
+
+    def report(self) -> GuardReport:
+        """The present state."""
+        return GuardReport(
+            self.steps,
+            self.repaired,
+            self.warned,
+            dict(self.drift),
+            dict(self.worst),
+            {self.names[key]: size for key, size in self.anchors.items()},
+            self.tolerance,
+            self.spot_checks,
+            self.worst_angle,
+        )
+
+    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
+        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""
+        self.steps += 1
+        self.tolerance = limit
+        self.drift = dict(zip(names, drifts, strict=True))
+        for name, value in self.drift.items():
+            self.worst[name] = max(value, self.worst.get(name, 0.0))
+        return [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
+
+    def react(self, inverse: bool, places: Sequence[int], names: Sequence[str], beyond: list[int], size: int) -> bool:
+        """Act on drift; whether the step has to be repaired."""
+        if not beyond:
+            return False
+        first, worst = beyond[0], max(self.drift.values())
+        text = (
+            f"the memory-saving walk has drifted by {worst:.1e} (allowed {self.tolerance:.1e}), first at the input of block "
+            f"{names[first]}"
+        )
+        if self.guard.action == "raise":
+            raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
+        if self.guard.action == "warn":
+            self.warned += 1
+            warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
+            return False
+        self.repaired += 1
+        size = size if places[first] else 0  # the input is stored anyway
+        if sum(self.anchors.values()) + size <= self.guard.budget:
+            self.anchors[inverse, places[first]] = size
+            self.names[inverse, places[first]] = names[first]
+        else:
+            self.rest = REST
+        return True

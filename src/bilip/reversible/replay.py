@@ -1,0 +1,95 @@
+"""Evaluating a net a second time as it was evaluated the first: randomness, BatchNorm statistics, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Conditions", "Seeds", "batch_norms", "draws_numbers", "frozen_statistics"]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The autocast state of a call, to be restored in its backward pass."""
+
+    device: str
+    autocast: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def now(cls, x: Tensor) -> Conditions:
+        """The conditions of this moment."""
+        kind = x.device.type
+        return cls(
+            kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        )
+
+    def again(self) -> contextlib.AbstractContextManager[object]:
+        """A context with these conditions."""
+        if not self.autocast and not torch.is_autocast_enabled(self.device):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
+
+
+class Seeds:
+    """The state of the random generators before each unit that draws from them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def remember(self, k: int, *, only_if: bool = True) -> None:
+        """Keep the present state for unit `k`."""
+        if not only_if:
+            return
+        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.states[k] = (torch.get_rng_state(), on_device)
+
+    @contextlib.contextmanager
+    def again(self, k: int) -> Iterator[None]:
+        """The state of unit `k` inside, the present one afterwards."""
+        if k not in self.states:
+            yield
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            host, on_device = self.states[k]
+            torch.set_rng_state(host)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, self.device)
+            yield
+
+
+def draws_numbers(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in its present mode: dropout in training mode, or `stochastic = True` on it."""
+    return any(
+        (isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0)
+        or getattr(part, "stochastic", False)
+        for part in module.modules()
+    )
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The BatchNorms that would update their running statistics."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats
+    ]
+
+
+@contextlib.contextmanager
+def frozen_statistics(norms: list[nn.Module]) -> Iterator[None]:
+    """These BatchNorms normalise with the batch as before, and leave their running statistics alone."""
+    for part in norms:
+        part.track_running_stats = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part in norms:
+            part.track_running_stats = True  # type: ignore[assignment]

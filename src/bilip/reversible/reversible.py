@@ -1,0 +1,167 @@
+"""Constant activation memory: activations are recomputed from outputs instead of stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from bilip.adapters import as_bijection
+from bilip.blocks import Bijection
+from bilip.blocks.reach import Reach, Step
+from bilip.bounds import Box
+from bilip.errors import InputError
+from bilip.reversible.function import Call, MemorySaving
+from bilip.reversible.guard import Guard, GuardReport, Watch
+from bilip.reversible.units import make_units
+
+__all__ = ["Reversible"]
+
+MEMORY = ("reversible", "checkpoint", "stored")
+
+
+class Reversible(Bijection):
+    r"""A bijection with the same parameters and the same numbers, whose activation memory does not grow with depth.
+
+    The forward pass keeps its input and its output. The backward pass walks from the output to the input, recovers what entered
+    each block by its inverse, and evaluates each coupling net once for inversion and gradient together. Blocks without a closed
+    inverse (residual blocks, neural ODEs) keep their input. Both directions, with and without log-determinants, any loss.
+
+    In floating point an inverse can drift, and a gradient computed from drifted activations is wrong without a word. The guard
+    watches every block and, by default, repairs: see `Guard`. `guard=None` is the bare walk, for study.
+
+    `create_graph=True` and `torch.func` get right answers by storing.
+
+    Args:
+        bijection: A bijection, or anything `as_bijection` takes.
+        guard: How the walk is watched; `None` for not at all.
+        memory: `"reversible"`; `"checkpoint"`, which evaluates everything again from the input in segments; or `"stored"`,
+            ordinary backpropagation. For the same call with another trade between memory and time.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> flow = Reversible(real_nvp(4, blocks=8))
+        >>> z, log_det = flow.forward_and_log_det(torch.randn(16, 4))
+        >>> (z.square().sum() / 2 - log_det.sum()).backward()
+        >>> flow.report().repaired
+        0
+    """
+
+    def __init__(
+        self,
+        bijection: Any,
+        guard: Guard | None = Guard(),
+        *,
+        memory: str = "reversible",  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__()
+        if memory not in MEMORY:
+            raise InputError(f"Reversible(memory={memory!r}): expected one of {', '.join(map(repr, MEMORY))}.")
+        if guard is not None and not isinstance(guard, Guard):
+            raise InputError(f"Reversible(guard={guard!r}): expected a Guard or None.")
+        self.bijection = as_bijection(bijection)
+        for name, part in self.bijection.parts():
+            inner = getattr(part, "block", part)
+            if type(inner).inverse is Bijection.inverse:
+                raise InputError(f"Reversible: block {name} ({type(inner).__name__}) defines no inverse.")
+        self.guard, self.memory = guard, memory
+        self.shape = self.bijection.shape
+        self.volume_preserving = self.bijection.volume_preserving
+        self.closed_form = self.bijection.closed_form
+        self._watch = None if guard is None else Watch(guard)
+
+    # ---- the maps
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._call(x, context, inverse=False, log_det=False)[0]
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._call(z, context, inverse=True, log_det=False)[0]
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._call(x, context, inverse=False, log_det=True)  # type: ignore[return-value]
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._call(z, context, inverse=True, log_det=True)  # type: ignore[return-value]
+
+    def _call(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        self.check(x)
+        parameters = [p for p in self.bijection.parameters() if p.requires_grad]
+        wanted = torch.is_grad_enabled() and (
+            bool(parameters) or x.requires_grad or (context is not None and context.requires_grad)
+        )
+        if not wanted or self.memory == "stored" or _transformed(x):
+            b = self.bijection
+            if log_det:
+                return (b.inverse_and_log_det if inverse else b.forward_and_log_det)(x, context)
+            return ((b.inverse if inverse else b)(x, context),)
+        units = make_units(self.bijection.parts(), inverse=inverse)
+        if self._watch is not None:
+            self._watch.guard.limit(x.dtype)
+        call = Call(
+            self.bijection, units, parameters, inverse, log_det, self._watch, checkpoint=self.memory == "checkpoint"
+        )
+        result = MemorySaving.apply(call, x, context, *parameters)
+        return result if log_det else (result,)  # type: ignore[return-value]
+
+    # ---- the guard
+
+    def report(self) -> GuardReport:
+        """What the guard has seen so far.
+
+        Raises:
+            InputError: There is no guard.
+        """
+        if self._watch is None:
+            raise InputError("Reversible was built with guard=None: nothing was watched.")
+        return self._watch.report()
+
+    def drift_flag(self) -> Tensor | None:
+        """On a GPU: the largest drift over its limit since the flag was last zeroed, as a number on the device.
+
+        A captured step cannot stop to look. Read the flag before `optimizer.step()`; if it is above 1, zero it, clear the
+        gradients and run the step again without the graph, which repairs.
+        """
+        return None if self._watch is None else self._watch.flag
+
+    # ---- everything else is the bijection's
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.bijection.out_shape(shape)
+
+    def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.bijection.in_shape(shape)
+
+    def natural_domain(self) -> Box:
+        return self.bijection.natural_domain()
+
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self.bijection.advance(reach, context, formula, name)
+
+    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self.bijection.retreat(reach, context, formula, name)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.bijection.log_lip(box, context, formula)
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.bijection.log_lip_inverse(box, context, formula)
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        return self.bijection.interval(box, context)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        return self.bijection.interval_inverse(box, context)
+
+    def extra_repr(self) -> str:
+        return f"memory={self.memory!r}, guard={self.guard}"
+
+
+def _transformed(x: Tensor) -> bool:
+    """Whether torch.func, forward mode or a compiler is at work on the input: those store."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None

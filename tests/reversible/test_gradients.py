@@ -1,0 +1,290 @@
+"""Memory-saving gradients equal stored ones, for every block, in both directions, in ordinary autograd."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import bilip
+from bilip import Chain, blocks, models, nets
+from bilip.reversible import Guard, Reversible, angle
+from catalogue import CATALOGUE, wake
+
+IDS = [e.name for e in CATALOGUE]
+
+
+def loss_of(method, point, context):
+    value, log_det = method(point, context)
+    weights = torch.linspace(-1, 1, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
+    return (weights * value.sin()).sum() + (log_det * torch.arange(1.0, len(log_det) + 1).to(log_det)).sum()
+
+
+def gradients(model, bijection, x, context, *, inverse):
+    point = x.clone().requires_grad_()
+    given = None if context is None else context.clone().requires_grad_()
+    method = model.inverse_and_log_det if inverse else model.forward_and_log_det
+    leaves = [point, *([] if given is None else [given]), *(p for p in bijection.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(loss_of(method, point, given), leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def prepared(entry, device, inverse):
+    model = wake(entry.make()).double().eval().to(device)
+    x, context = entry.batch().to(device), entry.contexts()
+    context = None if context is None else context.to(device)
+    with torch.no_grad():
+        x = model(x, context) if inverse else x
+    return model, x, context
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+@pytest.mark.parametrize("entry", CATALOGUE, ids=IDS)
+def test_equal_to_stored_gradients(entry, memory, inverse, device):
+    model, x, context = prepared(entry, device, inverse)
+    reversible = Reversible(model, memory=memory)
+    with torch.no_grad():
+        method = "inverse_and_log_det" if inverse else "forward_and_log_det"
+        for a, b in zip(getattr(model, method)(x, context), getattr(reversible, method)(x, context), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    stored = gradients(model, model, x, context, inverse=inverse)
+    found = gradients(reversible, model, x, context, inverse=inverse)
+    scale = max(float(g.abs().max()) for g in stored)
+    tolerance = (
+        1e-10 if model.closed_form or not inverse else 1e-7
+    )  # an iterative inverse is known to its own tolerance
+    for a, b in zip(stored, found, strict=True):
+        assert float((a - b).abs().max()) <= tolerance * scale
+    assert reversible.report().warned == 0
+
+
+@pytest.mark.parametrize("entry", [e for e in CATALOGUE if "ode" not in e.name.lower()], ids=lambda e: e.name)
+def test_gradcheck(entry):
+    model, x, context = prepared(entry, "cpu", False)
+    reversible, parameters = Reversible(model), [p for p in model.parameters() if p.requires_grad]
+
+    def both(x, *parameters):
+        return reversible.forward_and_log_det(x, context)
+
+    assert torch.autograd.gradcheck(
+        both, (x.requires_grad_(), *parameters), eps=1e-6, atol=1e-5, rtol=1e-4, fast_mode=True, nondet_tol=1e-9
+    )
+
+
+def glow(**options):
+    torch.manual_seed(0)
+    return wake(models.glow((3, 8, 8), levels=2, blocks=2, hidden=8, **options), 0.1)
+
+
+@pytest.mark.parametrize("log_det", [False, True])
+def test_outputs_without_log_det(log_det):
+    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    reversible = Reversible(model)
+    (reversible(x).square().sum() if not log_det else reversible.forward_and_log_det(x)[1].sum()).backward()
+    found = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    model.zero_grad()
+    (model(x).square().sum() if not log_det else model.forward_and_log_det(x)[1].sum()).backward()
+    for p, g in zip(model.parameters(), found, strict=True):
+        expected = torch.zeros_like(p) if p.grad is None else p.grad
+        assert torch.allclose(torch.zeros_like(p) if g is None else g, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_accumulation_several_calls_repeated_backward_and_hooks():
+    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    reversible = Reversible(model)
+    seen = []
+    first = next(model.parameters())
+    first.register_hook(lambda g: seen.append(g.clone()))
+
+    def total(f):
+        a, b = f.forward_and_log_det(x)
+        c, d = f.forward_and_log_det(x.flip(0))
+        back = f.inverse(a)
+        return a.square().mean() - b.mean() + c.abs().mean() + d.mean() * 0.3 + back.sin().sum()
+
+    loss = total(reversible)
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+    assert seen
+    model.zero_grad()
+    total(model).backward()
+    assert all(torch.allclose(p.grad, g, rtol=1e-8, atol=1e-10) for p, g in zip(model.parameters(), once, strict=True))
+
+
+def test_frozen_parameters_get_no_gradient():
+    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    frozen = list(model.parameters())[::3]
+    for p in frozen:
+        p.requires_grad_(False)
+    Reversible(model)(x).square().sum().backward()
+    assert all(p.grad is None for p in frozen)
+    found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_shared_parameters_add_up():
+    block = blocks.AdditiveCoupling(nets.MLP(2, 2))
+    chain = Chain(block, blocks.Permutation.reverse(4), block, shape=(4,)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    Reversible(chain)(x).square().sum().backward()
+    found = [p.grad.clone() for p in chain.parameters()]
+    chain.zero_grad()
+    chain(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, g) for p, g in zip(chain.parameters(), found, strict=True))
+
+
+def test_nesting():
+    inner = models.real_nvp(4, blocks=3).double()
+    outer = Chain(
+        blocks.Permutation.reverse(4), Reversible(inner), blocks.AdditiveCoupling(nets.MLP(2, 2)), shape=(4,)
+    ).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    Reversible(outer).forward_and_log_det(x)[0].square().sum().backward()
+    found = [p.grad.clone() for p in outer.parameters()]
+    outer.zero_grad()
+    outer(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, g) for p, g in zip(outer.parameters(), found, strict=True))
+
+
+def noisy_chain():
+    torch.manual_seed(1)
+
+    def net():
+        return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+    parts = [
+        p for _ in range(4) for p in (blocks.AffineCoupling(net(), scale="half_sigmoid"), blocks.Permutation.reverse(4))
+    ]
+    return Chain(*parts, shape=(4,)).double().train()
+
+
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+def test_dropout_and_batch_norm_as_in_a_stored_run(memory):
+    stored, saving = noisy_chain(), noisy_chain()
+    x = torch.randn(32, 4, dtype=torch.float64)
+    results = []
+    for model, wrapped in ((stored, stored), (saving, Reversible(saving, memory=memory))):
+        torch.manual_seed(5)
+        z, log_det = wrapped.forward_and_log_det(x)
+        (z.square().sum() - log_det.sum()).backward()
+        results.append((z.detach(), torch.rand(3), [p.grad for p in model.parameters()], dict(model.named_buffers())))
+    (z1, r1, g1, b1), (z2, r2, g2, b2) = results
+    assert torch.allclose(z1, z2)
+    assert torch.equal(r1, r2)  # the generator is where a stored run leaves it
+    assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(g1, g2, strict=True))
+    assert all(torch.allclose(b1[name], b2[name]) for name in b1)
+
+
+def test_double_backward_and_torch_func_take_the_stored_path():
+    model, x = models.real_nvp(4, blocks=3, activation="elu").double(), torch.randn(3, 4, dtype=torch.float64)
+    reversible = Reversible(model)
+
+    def penalty(f, x):
+        x = x.clone().requires_grad_()
+        z, log_det = f.forward_and_log_det(x)
+        (g,) = torch.autograd.grad(z.square().sum() - log_det.sum(), x, create_graph=True)
+        g.square().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    assert all(
+        torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+        for a, b in zip(penalty(model, x), penalty(reversible, x), strict=True)
+    )
+    assert torch.allclose(torch.func.jacrev(reversible)(x), torch.func.jacrev(model)(x))
+    jvp = torch.func.jvp(reversible, (x,), (torch.ones_like(x),))[1]
+    assert torch.allclose(jvp, torch.func.jvp(model, (x,), (torch.ones_like(x),))[1])
+    assert torch.autograd.gradgradcheck(lambda y: reversible(y), (x.requires_grad_(),), fast_mode=True)
+
+
+def test_autocast_keeps_the_state_in_float32(device):
+    torch.manual_seed(0)
+    model = wake(models.glow((3, 8, 8), levels=1, blocks=4, hidden=16), 0.05).to(device)
+    x = torch.rand(16, 3, 8, 8, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    try:
+        with torch.autocast(device.type, dtype=dtype):
+            nn.functional.conv2d(torch.rand(1, 1, 4, 4, device=device), torch.rand(1, 1, 3, 3, device=device))
+    except RuntimeError as error:
+        pytest.skip(f"no half-precision convolution here: {error}")
+    found = []
+    for wrapped in (model, Reversible(model)):
+        model.zero_grad()
+        with torch.autocast(device.type, dtype=dtype):
+            z, log_det = wrapped.forward_and_log_det(x)
+            assert z.dtype == torch.float32
+            loss = z.square().sum() / 2 - log_det.sum()
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert angle(*found) < 1e-3
+
+
+def test_compiled_nets():
+    model = models.real_nvp(4, blocks=2).double()
+    for block in model:
+        if isinstance(block, blocks.AffineCoupling):
+            block.t = torch.compile(block.t, backend="eager")
+    x = torch.randn(5, 4, dtype=torch.float64)
+    Reversible(model)(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, g) for p, g in zip(model.parameters(), found, strict=True))
+
+
+def test_foreign_models():
+    pytest.importorskip("FrEIA")
+    import stacks
+
+    torch.manual_seed(0)
+    for model in (stacks.freia("NICECouplingBlock", 4), stacks.zuko_real_nvp(3), stacks.nflows_spline(2)):
+        model = model.double()
+        bijection = bilip.as_bijection(model)
+        x = torch.randn(6, 8, dtype=torch.float64)
+        stored = gradients(bijection, model, x, None, inverse=False)
+        found = gradients(Reversible(model), model, x, None, inverse=False)
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(stored, found, strict=True))
+
+
+def test_actnorm_starts_from_data_through_reversible():
+    model = models.glow((3, 8, 8), levels=1, blocks=2, hidden=8).double().train()
+    twin = copy.deepcopy(model)
+    x = torch.rand(8, 3, 8, 8, dtype=torch.float64)
+    for wrapped in (Reversible(model), twin):
+        wrapped.forward_and_log_det(x)[0].square().sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q)
+        assert torch.allclose(p.grad, q.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_guard_none_is_the_bare_walk_and_has_no_report():
+    reversible = Reversible(models.real_nvp(4, blocks=2), guard=None)
+    reversible(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(bilip.errors.InputError, match="guard=None"):
+        reversible.report()
+
+
+def test_bad_input():
+    with pytest.raises(bilip.errors.InputError, match="memory"):
+        Reversible(models.real_nvp(4), memory="small")
+    with pytest.raises(bilip.errors.InputError, match="has no inverse"):
+        Reversible(nn.Linear(2, 2))
+    with pytest.raises(bilip.errors.InputError, match="float32 rounds at"):
+        Reversible(models.real_nvp(4), Guard(tolerance=1e-9))(torch.randn(3, 4))
+    with pytest.raises(bilip.errors.InputError, match="action"):
+        Guard(action="hope")
+
+
+def test_an_input_changed_in_place_is_noticed():
+    reversible, x = Reversible(models.real_nvp(4, blocks=2)), torch.randn(3, 4)
+    loss = reversible(x).square().sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
