@@ -148,7 +148,7 @@ def process(*args, cwd, **options):
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]
-QUICK = [*AUDIT, "--probes", "reconstruction,log_det"]
+QUICK = [*AUDIT, "--probes", "consistency,reconstruction,log_det"]
 
 
 def instead(old, new, base=QUICK):
@@ -232,6 +232,7 @@ def test_bad_input_is_one_line_and_exit_code_two(bilip_, folder, args, says):
     ],
 )
 def test_bad_input_in_a_process_of_its_own(made, args, says):
+    (made / "left.json").unlink(missing_ok=True)
     result = process(*args, "--out", "left.json", cwd=made)
     assert result.returncode == 2
     assert result.stderr.startswith("bilip: ")
@@ -267,7 +268,15 @@ def test_usage_errors_end_with_two_as_well(bilip_):
 
 
 def test_an_audit_writes_record_and_page(bilip_, folder):
-    args = [*AUDIT, "--probes", "reconstruction,log_det,sampling", "--ood", "uniform,copy", "--data", "copy=x.npy"]
+    args = [
+        *AUDIT,
+        "--probes",
+        "consistency,reconstruction,log_det,sampling",
+        "--ood",
+        "uniform,copy",
+        "--data",
+        "copy=x.npy",
+    ]
     code, out, err = bilip_(*args, "--out", "run.json", "--html", "run.html")
     assert (code, err) == (0, "")
     assert "wrote run.json" in out
@@ -280,7 +289,7 @@ def test_an_audit_writes_record_and_page(bilip_, folder):
     assert bilip_("report", "run.json")[0] == 0
     code, out, _ = bilip_("compare", "run.json", "run.json", "--markdown")
     assert code == 0
-    assert "likelihood" in out
+    assert out.startswith("## cli")
 
 
 def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
@@ -306,7 +315,7 @@ def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
 def test_the_gate(bilip_, folder, target, required, code, says):
     args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
     found, _, err = bilip_(
-        *args, "--probes", "reconstruction,log_det,sampling", "--require", required, "--out", "g.json"
+        *args, "--probes", "consistency,reconstruction,log_det,sampling", "--require", required, "--out", "g.json"
     )
     assert (found, err) == (code, says)
     assert set(AuditRecord.load(folder / "g.json").verdicts) == set(USES)
@@ -354,7 +363,7 @@ def test_bounds_of_a_residual_flow(bilip_):
 
 
 def test_boxes_formulas_and_json(bilip_, folder):
-    code, out, err = bilip_("bounds", "cli_targets:affine", "--box", "-4", "4", "--formula", "paper", "--out", "b.json")
+    code, _, err = bilip_("bounds", "cli_targets:affine", "--box", "-4", "4", "--formula", "paper", "--out", "b.json")
     assert code == 0, err
     document = json.loads((folder / "b.json").read_text())
     assert len(document["blocks"]) == 3
@@ -364,7 +373,7 @@ def test_boxes_formulas_and_json(bilip_, folder):
 
 def test_demo(folder, bilip_, monkeypatch):
     """All of it but the size: the three flows that come with the package, their table and their page."""
-    few = functools.partial(bilip.audit, probes=["reconstruction", "log_det", "sampling"])
+    few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "log_det", "sampling"])
     monkeypatch.setattr(bilip, "audit", few)
     code, out, err = bilip_("demo", "--html", "demo.html")
     assert code == 0, err

@@ -9,7 +9,22 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ["bilip.bounds", "bilip.blocks", "bilip.nets", "bilip.models", "bilip.testing", "bilip.nets.activations"]
+ROOMS = [
+    "bilip.bounds",
+    "bilip.blocks",
+    "bilip.nets",
+    "bilip.models",
+    "bilip.testing",
+    "bilip.nets.activations",
+    "bilip.adapters",
+    "bilip.probes",
+    "bilip.data",
+    "bilip.record",
+    "bilip.report",
+    "bilip._audit",
+    "bilip._verdicts",
+    "bilip.demo_flows",
+]
 # Values, records and abstract classes: explained where they are made.
 NO_EXAMPLE = {
     "Partition",
@@ -27,6 +42,21 @@ NO_EXAMPLE = {
     "load",
     "Solution",
     "facts",
+    "AttackResult",
+    "AttackRun",
+    "Extremes",
+    "Outcome",
+    "SingularValues",
+    "TrustFlags",
+    "Picture",
+    "Status",
+    "Verdict",
+    "environment",
+    "write_aside",
+    "Change",
+    "Comparison",
+    "VerdictChange",
+    "Budget",
 }
 
 
@@ -61,3 +91,51 @@ def test_root_names():
     assert "Box" in dir(bilip)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         bilip.nonsense  # noqa: B018
+
+
+SUFFIX = re.compile(r"^(.*?)_?(median|p99|p999|max|error|status)$")
+
+
+def test_the_page_on_records_lists_every_name_that_an_audit_writes():
+    import bilip
+
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "record.md").read_text(), flags=re.S)
+    listed = {
+        word for span in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[a-z][a-z0-9_]*|_[a-z0-9]+", span)
+    }
+
+    def known(name: str) -> bool:
+        stem = SUFFIX.match(name)
+        return name in listed or (stem is not None and {stem[1], f"{stem[1]}_"} & listed and f"_{stem[2]}" in listed)
+
+    torch.manual_seed(0)
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, hidden=(8,)))
+    record = bilip.audit(flow, {"test": torch.randn(40, 2)}, ood=["uniform"], budget="quick")
+    sections = {part.partition("`")[0]: part for part in text.split("### `")[1:]}
+    names = {*record.model, *record.settings, *record.sources[0], *vars(record), *vars(record.verdicts["sampling"])}
+    for m in record.measurements:
+        assert m.measured, f"{m.probe}: {m.reason}"
+        assert m.probe in sections, f"{m.probe} has no section"
+        names |= {*m.values, *m.series, *m.histograms, *(key for row in m.rows for key in row)}
+    assert not {name for name in names if not known(name)}
+
+
+def test_the_guide_states_the_budgets_and_thresholds():
+    from bilip._audit import BUDGETS
+    from bilip._verdicts import Thresholds
+
+    text = (ROOT / "docs" / "audit.md").read_text()
+    table = [[cell.strip().replace(" ", "") for cell in line.split("|")[2:5]] for line in text.splitlines()]
+    for field in ("samples", "noise", "draws", "walk", "spectra", "exact", "steps", "precision", "repeats"):
+        numbers = [str(getattr(BUDGETS[name], field)).replace("None", "all") for name in BUDGETS]
+        assert numbers in table, f"{field}: {numbers}"
+    assert [f"{b.attack},{b.attack_steps}" for b in BUDGETS.values()] in table
+    for name, default in vars(Thresholds()).items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        stated = [float(n) for n in re.findall(r"\d[\d.]*(?:e-?\d+)?", row)]
+        assert default in (None, float("inf")) or default in stated, row
+
+
+def test_pictures_are_small():
+    for path in (ROOT / "docs" / "assets").glob("*.png"):
+        assert path.stat().st_size < 300_000, f"{path.name} is too large for a page"

@@ -143,7 +143,9 @@ class _Found:
                 name,
                 f"of {{source}} have |log det F + log det F⁻¹| above {t.log_det:g} per dimension",
             )
-            if m["slogdet_samples"]:
+            if not m["slogdet_samples"]:
+                yield f"the log-determinant was not held against the Jacobian on {name}"
+            else:
                 yield _Check(
                     "log-determinant against slogdet",
                     m["slogdet_error_max"],
@@ -152,9 +154,10 @@ class _Found:
                     "nats per dimension between the claimed log-determinant and slogdet of the Jacobian",
                 )
 
-    def function(self, name: str) -> Iterator[_Check]:
+    def function(self, name: str) -> Iterator[_Check | str]:
         m = self.get("consistency", name) or self.get("consistency")
         if m is None:
+            yield "whether the model is a function was not measured (consistency)"
             return
         for flag, says in (
             ("stochastic", "the model gives another answer when asked again"),

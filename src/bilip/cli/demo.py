@@ -84,7 +84,7 @@ def _audit(name: str, budget: str, progress) -> AuditRecord:
 
 
 def _table(records: dict[str, AuditRecord]) -> Table:
-    table = Table(title="May they be used?", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="May they be used?", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("flow", no_wrap=True)
     for head in ("sampling", "likelihood", "likelihood\noutside", "error\non data", "error\noutside", "lost\noutside"):
         table.add_column(head, justify="right", no_wrap=True)

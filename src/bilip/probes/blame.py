@@ -11,7 +11,7 @@ from torch import Tensor
 from bilip.blocks import Bijection
 from bilip.data import Source
 from bilip.errors import NotMeasured
-from bilip.probes.distance import distances, norms
+from bilip.probes.distance import distances, typical_norm
 from bilip.probes.guarded import run_guarded
 from bilip.probes.lanczos import largest_singular_value
 from bilip.probes.linear import LinearPart
@@ -57,19 +57,25 @@ class Blame(Probe):
         parts, context, notes = subject.parts, batch.context, []
         stored = [batch.x]
         for _, part in parts:
-            stored.append(run_guarded(part.__call__, stored[-1], context).value)
+            stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
         states = self._local_states(subject, batch.x, context, notes)
-        local, carried, absolute = [], [], []
+        local, carried, absolute, born = [], [], [], []
         back = stored[-1]
         for k in reversed(range(len(parts))):
             part = parts[k][1]
             back = run_guarded(part.inverse, back.clone(), context).value
             alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
-            local.append(distances(stored[k], alone).relative.cpu())
-            carried.append(distances(stored[k], back).relative.cpu())
-            absolute.append(norms(back.double() - stored[k].double()).cpu())
+            typical = typical_norm(stored[k])
+            own, all_ = distances(stored[k], alone, typical), distances(stored[k], back, typical)
+            local.append(own.relative.cpu())
+            born.append(own.l2.cpu())
+            carried.append(all_.relative.cpu())
+            absolute.append(all_.l2.cpu())
             self.progress(1 - k / len(parts))
         local, carried, absolute = local[::-1], carried[::-1], [*absolute[::-1], torch.zeros(len(batch.x))]
+        grown = [
+            (a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)
+        ]  # without what is born in the block
         wrong = ~(carried[0] <= math.sqrt(subject.eps))
         chosen = wrong if bool(wrong.any()) else ~wrong
         rows: list[dict] = []
@@ -83,7 +89,7 @@ class Blame(Probe):
                     "local_max": _largest(local[k]),
                     "carried_median": _median(carried[k][chosen]),
                     "carried_max": _largest(carried[k]),
-                    "gain": _median((absolute[k] / absolute[k + 1])[known]),
+                    "gain": _median((grown[k] / absolute[k + 1])[known]),
                     "share_non_finite": float((~torch.isfinite(carried[k])).double().mean()),
                     "forward_non_finite": float((~torch.isfinite(stored[k + 1].flatten(1)).all(1)).double().mean()),
                     **vars(states[k]),

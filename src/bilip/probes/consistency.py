@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from bilip.data import Source
-from bilip.errors import NotMeasured
+from bilip.errors import BilipError, NotMeasured
 from bilip.probes.distance import distances
 from bilip.probes.guarded import run_guarded
 from bilip.probes.probe import Probe
@@ -25,7 +27,7 @@ class Consistency(Probe):
 
     Args:
         samples: Number of samples.
-        tolerance: Relative difference above which two answers differ.
+        tolerance: Relative difference above which two answers differ; by default the square root of the model's epsilon.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -36,19 +38,21 @@ class Consistency(Probe):
 
     name = "consistency"
 
-    def __init__(self, samples: int = 64, *, tolerance: float = 1e-6) -> None:
+    def __init__(self, samples: int = 64, *, tolerance: float | None = None) -> None:
         self.samples, self.tolerance = samples, tolerance
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         notes = []
-        tolerance = self.tolerance
+        tolerance = math.sqrt(subject.eps) if self.tolerance is None else self.tolerance
         try:
             twin = subject.twin(torch.float64)
             with twin.evaluating():
-                twin.forward(*_first(source, 2, twin))
+                x, context = _first(source, 2, twin)
+                if bool(twin.inverse(twin.forward(x, context).value, context).failed.all()):
+                    raise NotMeasured("the copy in float64 has no working inverse")
         except Exception as why:  # no float64 copy, or one that does not run
-            twin, tolerance = subject, 1e-2
+            twin, tolerance = subject, max(tolerance, 1e-2)
             notes.append(
                 f"compared in {subject.dtype}: {why}"
                 if isinstance(why, NotMeasured)
@@ -61,6 +65,7 @@ class Consistency(Probe):
         part = twin.forward(x[:half], None if context is None else context[:half]).value
         batch = _apart(z[:half], part)
         straight, around = self._inverses(twin, x, context)
+        spread = self._log_det_spread(twin, x, context)
         values = {
             "samples": len(x),
             "repeat_difference": repeat,
@@ -69,13 +74,23 @@ class Consistency(Probe):
             "around_error": around,
             "stochastic": not repeat <= tolerance,
             "batch_dependent": not batch <= tolerance and repeat <= tolerance,
-            "cached": around > 1e-4 * tolerance and straight <= 1e-3 * around and len(x) > 1,
+            "cached": math.isfinite(straight) and around > 1e-4 * tolerance and straight <= 1e-3 * around,
             "tolerance": tolerance,
+            "log_det_spread": spread,
         }
         training = [name for name, module in subject.bijection.named_modules() if module.training]
         if training:
             notes.append(f"still in training mode after eval(): {', '.join(training[:3])}")
         return Measurement(self.name, source.name, values=values, notes=tuple(notes))
+
+    def _log_det_spread(self, twin: Subject, x: Tensor, context: Tensor | None) -> float:
+        """Largest difference, per dimension, between two answers for the log-determinant; an estimate has one."""
+        try:
+            first, second = (twin.forward_and_log_det(x, context).values[1] for _ in range(2))
+        except (BilipError, IndexError):
+            return math.nan
+        found = ((first - second).abs() / x[0].numel()).double()
+        return float(torch.where(torch.isfinite(found), found, torch.zeros_like(found)).max())
 
     def _inverses(self, twin: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float]:
         """Largest error when the very latents are given back at once, and when others came in between and the order changed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Distances", "distances", "norms"]
+__all__ = ["Distances", "distances", "norms", "typical_norm"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Distances:
 
     Attributes:
         l2: Euclidean norm of the difference.
-        relative: The same divided by 1 + |x|.
+        relative: The same divided by |x|, or by the typical |x| where that is larger.
         largest: Largest absolute difference of one entry.
     """
 
@@ -43,13 +43,32 @@ def norms(x: Tensor) -> Tensor:
     return (flat / scale[:, None]).norm(dim=1) * scale
 
 
-def distances(x: Tensor, other: Tensor) -> Distances:
+def typical_norm(x: Tensor) -> float:
+    """The mean norm of the samples of a batch that are finite; 1 if there is none.
+
+    Example:
+        >>> typical_norm(torch.tensor([[3.0, 4.0]]))
+        5.0
+    """
+    size = norms(x)
+    known = size[torch.isfinite(size)]
+    return float(known.mean()) if len(known) else 1.0
+
+
+def distances(x: Tensor, other: Tensor, typical: float = 1.0) -> Distances:
     """Errors of a batch of reconstructions.
+
+    Args:
+        x: The samples.
+        other: Their reconstructions; of another size they count as not finite.
+        typical: A typical norm of a sample, by which those near zero are measured.
 
     Example:
         >>> distances(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])).l2
         tensor([5.], dtype=torch.float64)
     """
+    if other.shape != x.shape:
+        other = other.reshape(x.shape) if other.numel() == x.numel() else torch.full_like(x, torch.nan)
     difference = other.detach().double() - x.detach().double()
-    l2 = norms(difference)
-    return Distances(l2, l2 / (1 + norms(x)), difference.flatten(1).abs().amax(1))
+    l2, size = norms(difference), norms(x)
+    return Distances(l2, l2 / size.clamp_min(max(typical, 1e-300)), difference.flatten(1).abs().amax(1))

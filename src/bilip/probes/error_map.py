@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bilip.data import Source
@@ -43,9 +45,9 @@ class ErrorMap(Probe):
         axis = torch.linspace(low, high, self.points, dtype=torch.float64)
         second, first = torch.meshgrid(axis, axis, indexing="ij")
         grid = torch.stack((first, second), -1).reshape(-1, 2).to(subject.device, subject.dtype)
-        errors = []
+        errors, typical = [], math.sqrt(2 * (range_.mean**2 + range_.std**2))
         for k, x in enumerate(grid.split(2048)):
-            errors.append(distances(x, subject.inverse(subject.forward(x).value).value).relative.cpu())
+            errors.append(distances(x, subject.inverse(subject.forward(x).value).value, typical).relative.cpu())
             self.progress(min(1.0, (k + 1) * 2048 / len(grid)))
         error = torch.cat(errors)
         return Measurement(

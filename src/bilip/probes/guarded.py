@@ -108,6 +108,7 @@ class _Search:
         if self.left <= 0:
             self.exact = False
             return suspects
+        self.left -= 1
         if self._try(suspects) is not None:
             return suspects[:0]
         if len(suspects) == 1:
@@ -121,7 +122,6 @@ class _Search:
 
     def _try(self, kept: Tensor) -> tuple[Tensor, ...] | None:
         """The result with everybody but `kept` replaced by the good sample, or `None` if it raises."""
-        self.left -= 1
         rows = torch.full((len(self.x),), self.good or 0, dtype=torch.long)
         rows[kept] = kept
         rows = rows.to(self.x.device)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Residual
+from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
 from bilip.probes.jacobian import pull, pull_many, push, push_many
@@ -53,7 +53,7 @@ class LinearPart:
     def __init__(self, part: Bijection, x: Tensor, context: Tensor | None = None, name: str = "") -> None:
         self.part, self.x, self.context, self.name = part, x, context, name
         with torch.no_grad():
-            self.z = part(x, context).detach()
+            self.z = part(x.clone(), context).detach()
         self.residual = math.nan
         self._moved = _moved_entries(part, x)
         self._small = x[0].numel() <= _SMALL
@@ -65,10 +65,10 @@ class LinearPart:
         self._scales: Tensor | None = None
 
     def _forward(self, x: Tensor) -> Tensor:
-        return self.part(x, _rows(self.context, x))
+        return self.part(x.clone(), _rows(self.context, x))
 
     def _inverse(self, z: Tensor) -> Tensor:
-        return self.part.inverse(z, _rows(self.context, z))
+        return self.part.inverse(z.clone(), _rows(self.context, z))
 
     # ---- J
 
@@ -95,7 +95,7 @@ class LinearPart:
             )
             points = self.x.repeat_interleave(size, 0)
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
-            columns = push(lambda y: self.part(y, context), points, eye).flatten(1)
+            columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
         return self._dense[0] if len(self.x) == 1 else self._dense
 
@@ -184,13 +184,20 @@ class LinearPart:
                 left = torch.maximum(left, pair)
             except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError):
                 continue
-            self.residual = float(left.max())
+            self.residual = float(left.max()) + self._cancellation()
             if self.residual <= _WORST_RESIDUAL:
                 return
         raise NotMeasured(
             f"{self._who()}: the Jacobian of its inverse is not the inverse of its Jacobian (|J J_inv v - v| = "
             f"{self.residual:.1e} |v|), so the smallest singular value is not measured"
         )
+
+    def _cancellation(self) -> float:
+        """What rounding inside a block can do to its smallest singular value, where nothing is known about how it computes."""
+        if not self._small or self._moved is not None or isinstance(self.part, (ActNorm, DiagonalScaling)):
+            return 0.0
+        values = torch.linalg.svdvals(self._matrix())
+        return float((torch.finfo(values.dtype).eps * (1 + 1 / values[..., -1].clamp_min(1e-300))).max())
 
     def _who(self) -> str:
         return f"block {self.name} ({type(self.part).__name__})" if self.name else type(self.part).__name__

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bilip.data import Source, as_source
-from bilip.errors import NotMeasured
+from bilip.errors import InputError, NotMeasured
 from bilip.probes.subject import Subject
 from bilip.record import Measurement
 
@@ -49,11 +49,16 @@ class Probe:
         """Measure on a batch, a pair `(x, context)`, a file or a `Source`."""
         subject = Subject.of(model)
         source = x if isinstance(x, Source) else as_source(name, x)
-        with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
+        with torch.inference_mode(False), subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
             try:
                 return self._measure(subject, source)
             except NotMeasured as why:
                 return Measurement(self.name, source.name, reason=str(why))
+            except (InputError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # one probe that a model defeats does not lose the others
+                text = " ".join(str(error).split())[:300]
+                return Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         raise NotImplementedError

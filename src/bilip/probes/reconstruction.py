@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilip.data import Source
-from bilip.probes.distance import Distances, distances
+from bilip.probes.distance import Distances, distances, typical_norm
 from bilip.probes.pictures import is_image, picture
 from bilip.probes.probe import Probe
 from bilip.probes.subject import Subject
@@ -55,11 +55,13 @@ class Reconstruction(Probe):
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         limit = math.sqrt(subject.eps) if self.wrong is None else self.wrong
         tally, total = _Tally(limit, self.keep), min(source.count, self.limit or source.count)
+        range_ = source.statistics()
+        typical = math.sqrt(math.prod(source.shape) * (range_.mean**2 + range_.std**2))
         for batch in source.batches(self.batch, limit=self.limit, dtype=subject.dtype, device=subject.device):
             forward = subject.forward(batch.x, batch.context)
             z = forward.value
             back = subject.inverse(z, batch.context)
-            found = distances(batch.x, back.value)
+            found = distances(batch.x, back.value, typical)
             failed = forward.failed | back.failed
             tally.add(batch.start, batch.x, back.value, found, failed, forward.message or back.message)
             if not (forward.exact and back.exact):
@@ -76,7 +78,7 @@ class Reconstruction(Probe):
     def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None) -> Histogram:
         for _ in range(self.rounds - 1):
             y = subject.inverse(subject.forward(y, context).value, context).value
-        return Histogram.of(distances(x, y).relative.cpu())
+        return Histogram.of(distances(x, y, typical_norm(x)).relative.cpu())
 
 
 @dataclass

@@ -81,7 +81,10 @@ def jacobian(model: object, x: Tensor, context: Tensor | None = None, *, dtype: 
 
     def function(y: Tensor) -> Tensor:
         rows = given if given is None or len(given) == len(y) else given.expand(len(y), *given.shape[1:])
-        return twin.bijection(y, rows)
+        z = twin.bijection(y.clone(), rows)
+        if z.dtype != dtype:
+            raise NotMeasured(f"the model computes in {z.dtype} whatever it is given, so there is no {dtype} Jacobian")
+        return z
 
     eye = torch.eye(point.numel(), dtype=dtype, device=point.device).reshape(-1, *point.shape[1:])
     return push_many(function, point, eye).flatten(1).T

@@ -59,8 +59,11 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model: of its first floating-point tensor, or torch's default."""
-        return next((t.dtype for t in self._tensors()), torch.get_default_dtype())
+        """The dtype that most of the model's numbers have, or torch's default."""
+        sizes: dict[torch.dtype, int] = {}
+        for value in self._tensors():
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +99,8 @@ class Subject:
 
     @torch.no_grad()
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
-        """Z = F(x)."""
-        return run_guarded(self.bijection.__call__, x, context)
+        """Z = F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
+        return run_guarded(self.bijection.__call__, x.clone(), context)
 
     @torch.no_grad()
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
@@ -107,7 +110,7 @@ class Subject:
     @torch.no_grad()
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z and log |det J_F(x)|."""
-        return run_guarded(self.bijection.forward_and_log_det, x, context)
+        return run_guarded(self.bijection.forward_and_log_det, x.clone(), context)
 
     @torch.no_grad()
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
@@ -137,9 +140,11 @@ class Subject:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode and TF32 off inside; everything put back afterwards."""
-        modes = {module: module.training for module in self.bijection.modules()}
+        held = [value for value in vars(self.base).values() if isinstance(value, nn.Module)] if self.base else []
+        modes = {module: module.training for top in (self.bijection, *held) for module in top.modules()}
         try:
-            self.bijection.eval()
+            for top in (self.bijection, *held):
+                top.eval()
             with float32_products():
                 yield
         finally:

@@ -29,7 +29,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Status(StrEnum):
-    """What a verdict says."""
+    """What a verdict says about one use."""
 
     SAFE = "safe"
     UNSAFE = "unsafe"

@@ -53,9 +53,9 @@ class Reversible(Bijection):
     def __init__(
         self,
         bijection: Any,
-        guard: Guard | None = Guard(),
+        guard: Guard | None = Guard(),  # noqa: B008 - frozen
         *,
-        memory: str = "reversible",  # noqa: B008 - frozen
+        memory: str = "reversible",
     ) -> None:
         super().__init__()
         if memory not in MEMORY:
