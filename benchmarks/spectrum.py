@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -111,11 +112,17 @@ def compare(size: int, dtype: torch.dtype, args: argparse.Namespace) -> dict[str
             "paper_over_matrix_free": row["seconds"]["paper"] / row["seconds"]["matrix-free"],
             "sigma_max_relative_error": abs(float(found.sigma_max) / float(both[0]) - 1),
             "sigma_max_residual": float(found.sigma_max_error),
-            "sigma_min_relative_error": abs(float(found.sigma_min) / float(both[-1]) - 1),
-            "sigma_min_residual": float(found.sigma_min_error),
+            "sigma_min_relative_error": _finite(abs(float(found.sigma_min) / float(both[-1]) - 1)),
+            "sigma_min_residual": _finite(float(found.sigma_min_error)),
+            "sigma_min": _finite(float(found.sigma_min)),
+            "note": found.note,
             "steps": args.steps,
         }
     return row
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def main() -> None:
@@ -123,7 +130,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16], help="image sides; d = 3 side^2")
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--wake", type=float, default=0.3)
+    parser.add_argument("--wake", type=float, default=0.05, help="noise on the weights, in units of their deviation")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--paper-repeats", type=int, default=2)
@@ -144,7 +151,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     document = {
         "question": "time of a Jacobian spectrum against the paper's way",
-        "command": "python " + " ".join(sys.argv),
+        "command": "python " + " ".join(word for word in sys.argv if word != "--out" and word != str(args.out)),
         "environment": environment() | {"torch": torch.__version__, "device": device},
         "seed": args.seed,
         "tf32": False,
@@ -152,7 +159,7 @@ def main() -> None:
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        args.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

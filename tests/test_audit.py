@@ -385,7 +385,7 @@ def reconstruction(source="x", *, count=10_000, nan=0, inf=0, failed=0, wrong=0,
     return Measurement("reconstruction", source, values=values, histograms={"relative": Histogram.of(errors)})
 
 
-def log_det(source="x", *, wrong=0, error=1e-6, samples=4, size=1e-6, count=5_000):
+def log_det(source="x", *, wrong=0, error=1e-6, samples=4, size=1e-6, count=10_000):
     histogram = Histogram.of([1e-6] * (count - wrong) + [size] * wrong)
     values = {"slogdet_samples": samples, "slogdet_error_max": error}
     return Measurement("log_det", source, values=values, histograms={"antisymmetry": histogram})

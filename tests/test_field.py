@@ -1,10 +1,10 @@
 """What `audit` says about stock blocks of other libraries, at their default initialisation, over several seeds."""
 
 import pytest
-import stacks
 import torch
 
 import bilip
+import stacks
 from bilip.probes import Reconstruction, Subject
 
 PROBES = ["consistency", "reconstruction", "log_det", "blame"]
@@ -25,7 +25,8 @@ def test_freia_glow_is_unsafe_and_a_block_is_named(seed):
     assert m["share_wrong"] > 0.5
     assert m["share_nan"] + m["share_inf"] == 0  # finite, and meaningless: a count of NaN would miss it
     blame = record.find("blame", "normal")[0]
-    assert blame["guilty"] and blame["guilty_kind"] == "GLOWCouplingBlock"
+    assert blame["guilty"]
+    assert blame["guilty_kind"] == "GLOWCouplingBlock"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -74,8 +75,10 @@ def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples(seed):
     with torch.no_grad(), pytest.raises(AssertionError):
         subject.bijection.inverse(z)
     outcome = subject.inverse(z)
-    assert 0 < int(outcome.failed.sum()) < 20 and outcome.exact
-    assert "AssertionError" in outcome.message and "discriminant" in outcome.message
+    assert 0 < int(outcome.failed.sum()) < 20
+    assert outcome.exact
+    assert "AssertionError" in outcome.message
+    assert "discriminant" in outcome.message
     good = int((~outcome.failed).nonzero()[0])
     with torch.no_grad():
         rest = torch.where(outcome.failed[:, None], z[good], z)

@@ -18,7 +18,7 @@ TOKEN = re.compile(r"\\(?:mathrm|mathbb|text)\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\
 LETTERS = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ", "pi": "π", "sigma": "σ",
     "tau": "τ", "infty": "∞", "dots": "…", "cdots": "⋯", "partial": "∂", "top": "⊤",
-    "Pi": "Π", "nabla": "∇",
+    "Pi": "Π", "nabla": "∇", "varepsilon": "ε", "lambda": "λ", "eta": "η", "Delta": "Δ", "ell": "ℓ",
 }  # fmt: skip
 OPERATORS = {
     "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←",

@@ -19,6 +19,10 @@ _NAMES = {
     "BiLipschitz": "bilip.bounds",
     "Box": "bilip.bounds",
     "BilipError": "bilip.errors",
+    "Budget": "bilip._audit",
+    "Guard": "bilip.reversible",
+    "Reversible": "bilip.reversible",
+    "Thresholds": "bilip._verdicts",
     "as_bijection": "bilip.adapters",
     "audit": "bilip._audit",
 }
@@ -33,6 +37,7 @@ _SUBMODULES = (
     "probes",
     "record",
     "report",
+    "reversible",
     "testing",
 )
 
@@ -42,9 +47,13 @@ __all__ = [
     "Bijection",
     "BilipError",
     "Box",
+    "Budget",
     "Chain",
     "Flow",
+    "Guard",
     "Invert",
+    "Reversible",
+    "Thresholds",
     "__version__",
     "adapters",
     "as_bijection",
@@ -58,17 +67,20 @@ __all__ = [
     "probes",
     "record",
     "report",
+    "reversible",
     "testing",
 ]
 
 if TYPE_CHECKING:
-    from bilip import adapters, blocks, bounds, data, errors, models, nets, probes, record, report, testing
-    from bilip._audit import audit
+    from bilip import adapters, blocks, bounds, data, errors, models, nets, probes, record, report, reversible, testing
+    from bilip._audit import Budget, audit
+    from bilip._verdicts import Thresholds
     from bilip.adapters import as_bijection
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
     from bilip.errors import BilipError
     from bilip.record import AuditRecord
+    from bilip.reversible import Guard, Reversible
 
 
 def __getattr__(name: str) -> object:

@@ -124,3 +124,14 @@ def test_non_finite_parameters_are_named():
     chain[0].bias.data[1] = torch.nan
     with pytest.raises(NonFiniteParameters, match=r"'blocks.0.bias' of Chain holds 1 NaN or Inf of 2 entries"):
         chain.bounds()
+
+
+def test_inverse_by_products_for_captured_steps():
+    from bilip.blocks.conv1x1 import _newton
+
+    torch.manual_seed(0)
+    q = [torch.linalg.qr(torch.randn(3, 24, 24))[0] for _ in range(2)]
+    for condition in (1.0, 1e2, 3e3):
+        weight = q[0] @ torch.diag(torch.logspace(0, -float(torch.tensor(condition).log10()), 24)) @ q[1]
+        found = _newton(weight)
+        assert torch.allclose(found, torch.linalg.inv(weight.double()).float(), rtol=1e-5, atol=1e-5 * condition)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from catalogue import CATALOGUE, wake
 
 from bilip import Chain, Invert, models
+from catalogue import CATALOGUE, wake
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=[e.name for e in CATALOGUE])

@@ -178,7 +178,8 @@ def test_random_numbers_are_a_function_of_seed_and_step():
     a, b = (FiniteDifference(1.0, seed=3)(model, x, step=k) for k in (7, 7))
     assert torch.equal(a, b)
     values = [
-        float(FiniteDifference(1.0, seed=s, fraction=f)(model, x, step=k)) for s, k, f in ((3, 8, 1), (4, 7, 1), (3, 7, 0.5))
+        float(FiniteDifference(1.0, seed=s, fraction=f)(model, x, step=k))
+        for s, k, f in ((3, 8, 1), (4, 7, 1), (3, 7, 0.5))
     ]
     assert len({float(a), *values}) == 4
     assert torch.equal(torch.get_rng_state(), state)
@@ -189,7 +190,9 @@ def test_every_and_fraction():
     model.forward = None  # type: ignore[method-assign]  # a call would raise
     penalty = FiniteDifference(1.0, every=5)
     zero = penalty(model, x, step=4)
-    assert zero.shape == () and float(zero) == 0 and not zero.requires_grad
+    assert zero.shape == ()
+    assert float(zero) == 0
+    assert not zero.requires_grad
     with pytest.raises(TypeError):
         penalty(model, x, step=10)
     part = FiniteDifference(1.0, fraction=0.25)
@@ -218,12 +221,14 @@ def test_samples_that_are_not_finite_are_left_out_and_counted(scaling):
     with pytest.warns(SkippedSamples, match="2 samples"):
         value = penalty(model, x, step=0)
     assert (penalty.seen, penalty.skipped) == (4, 2)
-    assert math.isfinite(float(value)) and float(value) > 0
+    assert math.isfinite(float(value))
+    assert float(value) > 0
     assert bool(torch.isfinite(torch.autograd.grad(value, model.a)[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         nothing = penalty(model, x[[1, 3]], step=1)
-    assert float(nothing) == 0 and (penalty.seen, penalty.skipped) == (6, 4)
+    assert float(nothing) == 0
+    assert (penalty.seen, penalty.skipped) == (6, 4)
 
 
 def test_contexts_and_foreign_models():

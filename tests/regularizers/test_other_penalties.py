@@ -82,7 +82,9 @@ def test_activation_norm_through_reversible():
     a = torch.autograd.grad(penalty(model, x, step=0), parameters, allow_unused=True)
     b = torch.autograd.grad(penalty(saving, x, step=0), parameters, allow_unused=True)
     for u, v in zip(a, b, strict=True):
-        assert u is not None and v is not None and torch.allclose(u, v, rtol=1e-8, atol=1e-11)
+        assert u is not None
+        assert v is not None
+        assert torch.allclose(u, v, rtol=1e-8, atol=1e-11)
 
 
 def test_repr():

@@ -169,12 +169,43 @@ class InvertibleConv1x1(Bijection):
 
 def invert(weight: Tensor) -> Tensor:
     """The inverse of a matrix, or of each of a stack, solved for in float64 and rounded."""
+    if _capturing(weight):
+        return _newton(weight)
     return torch.linalg.inv_ex(weight.double())[0].to(weight.dtype)
 
 
 def log_abs_det(weight: Tensor) -> Tensor:
     """The log of |det W|, of a matrix or of each of a stack."""
-    return torch.linalg.slogdet(weight)[1]
+    if not _capturing(weight):
+        return torch.linalg.slogdet(weight)[1]
+    before = torch.backends.cuda.preferred_linalg_library()
+    torch.backends.cuda.preferred_linalg_library("cusolver")  # the other one allocates, which a capture forbids
+    try:
+        return torch.linalg.slogdet(weight)[1]
+    finally:
+        torch.backends.cuda.preferred_linalg_library(before)
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _newton(weight: Tensor, steps: int = 40) -> Tensor:
+    r"""The inverse by products alone, for CUDA graphs: $X \leftarrow X (2 - W X)$, at the end in float64.
+
+    From $X = W^\top / (\|W\|_1 \|W\|_\infty)$ it converges for every matrix, in some $2 \log_2 \kappa + \log_2 n$ steps; 40 are enough for
+    condition numbers up to about $10^4$. A captured step cannot look whether they were.
+    """
+    size = torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
+    norms = weight.abs().sum(-1).amax(-1) * weight.abs().sum(-2).amax(-1)
+    x = weight.mT / norms[..., None, None]
+    for _ in range(steps):
+        x = x @ (2 * size - weight @ x)
+    exact, twice = weight.double(), 2 * size.double()
+    x = x.double()
+    for _ in range(3):
+        x = x @ (twice - exact @ x)
+    return x.to(weight.dtype)
 
 
 def _apply(matrix: Tensor, box: Box, relative: float = 0.0) -> Box:

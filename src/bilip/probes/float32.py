@@ -51,7 +51,8 @@ def _leaves(kind: str) -> list[Any]:
     """The switches of newer versions of torch, one for each kind of product; those of the CPU know no TF32 everywhere."""
     cuda = [backends.cuda.matmul, getattr(backends.cudnn, "conv", None), getattr(backends.cudnn, "rnn", None)]
     cpu = [getattr(backends.mkldnn, name, None) for name in ("matmul", "conv", "rnn")] if kind == "ieee" else []
-    return [leaf for leaf in (*cuda, *cpu) if _readable(lambda leaf=leaf: leaf.fp32_precision) is not None]
+    found: list[Any] = [*cuda, *cpu]
+    return [leaf for leaf in found if _readable(lambda leaf=leaf: leaf.fp32_precision) is not None]
 
 
 def _readable(read: Any) -> Any:

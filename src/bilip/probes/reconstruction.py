@@ -114,7 +114,10 @@ class _Tally:
         self.relative += Histogram.of(found.relative.cpu())
         self.largest += Histogram.of(found.largest.cpu())
         order = found.relative.nan_to_num(math.inf).argsort(descending=True)[: self.keep].tolist()
-        rows = [(float(found.relative[k]), start + k, float(found.l2[k]), x[k].cpu(), back[k].cpu()) for k in order]
+        rows = [
+            (float(found.relative[k]), start + k, float(found.l2[k]), x[k].cpu().clone(), back[k].cpu().clone())
+            for k in order
+        ]
         key = lambda row: (math.inf if math.isnan(row[0]) else row[0], -row[1])  # noqa: E731
         self.worst = sorted(self.worst + rows, key=key, reverse=True)[: self.keep]
 

@@ -194,7 +194,10 @@ class _Tally:
     round_trip: int = 0
     log_det: int = 0
     condition: int | None = None
-    seen: dict[bool, list[Tensor]] = field(default_factory=lambda: {True: [], False: []})
+    seen: dict[bool, Tensor] = field(
+        default_factory=dict
+    )  # one buffer each: many small tensors would fragment the heap
+    filled: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     has_base: bool = False
 
     def add(self, flags: TrustFlags) -> None:
@@ -207,8 +210,12 @@ class _Tally:
         if flags.log_prob is not None:
             self.has_base = True
             for kind, chosen in ((True, flags.trusted), (False, ~flags.trusted)):
-                left = self.keep - sum(map(len, self.seen[kind]))
-                self.seen[kind].append(flags.log_prob[chosen][: max(left, 0)].double().cpu())
+                start = self.filled[kind]
+                new = flags.log_prob[chosen][: self.keep - start]
+                if len(new):
+                    buffer = self.seen.setdefault(kind, torch.empty(self.keep, dtype=torch.float64))
+                    buffer[start : start + len(new)] = new
+                    self.filled[kind] += len(new)
 
     def values(self) -> dict[str, float | int | None]:
         return {
@@ -223,7 +230,7 @@ class _Tally:
 
     def _median(self, *, kind: bool) -> float | None:
         """The median; NaN counts as the lowest likelihood, so that it shows as -inf if half of them are."""
-        values = torch.cat(self.seen[kind]) if self.seen[kind] else torch.empty(0)
+        values = self.seen.get(kind, torch.empty(0))[: self.filled[kind]]
         return float(values.nan_to_num(-math.inf, math.inf, -math.inf).median()) if len(values) else None
 
     def notes(self) -> tuple[str, ...]:

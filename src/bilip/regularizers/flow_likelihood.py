@@ -32,6 +32,7 @@ class FlowLikelihood(Penalty):
         bits: Bit depth of the data for the additive constant; `None` leaves it out.
 
     Example:
+        >>> import torch
         >>> from bilip.models import real_nvp
         >>> model, x = real_nvp(4, blocks=6), torch.randn(32, 4)
         >>> z, log_det = model.forward_and_log_det(x)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
-from bilip.reversible.guard import DriftWarning, Fingerprint, Watch, true_drift
+from bilip.reversible.guard import DriftWarning, Fingerprint, Watch, drifts_of, true_drift
 from bilip.reversible.replay import Conditions, Seeds, batch_norms, draws_numbers, frozen_statistics
-from bilip.reversible.units import Grads, Pulled, Unit, prepare
+from bilip.reversible.units import Grads, Pulled, Unit, forget, prepare, windows
 
 __all__ = ["Backward", "Call", "MemorySaving", "angle"]
 
@@ -38,6 +38,27 @@ class Call:
     def __post_init__(self) -> None:
         self.draws = [any(map(draws_numbers, unit.modules)) for unit in self.units]
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
+        self.windows = windows(self.units)
+        self.window = {k: w for w, span in enumerate(self.windows) for k in span}
+        self.ready: tuple[int, bool, bool] | None = None
+
+    def unit(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Unit:
+        """Unit `k` with its matrices at hand. Only one window has them at a time: memory does not grow with depth."""
+        wanted = (self.window[k], inverses or self.inverse, log_det)
+        if self.ready != wanted:
+            self.done()
+            prepare(self._span(wanted[0]), inverses=wanted[1], log_det=log_det)
+            self.ready = wanted
+        return self.units[k]
+
+    def done(self) -> None:
+        """Let go of the matrices."""
+        if self.ready is not None:
+            forget(self._span(self.ready[0]))
+        self.ready = None
+
+    def _span(self, window: int) -> list[Unit]:
+        return [self.units[k] for k in self.windows[window]]
 
     # ---- forward
 
@@ -45,7 +66,6 @@ class Call:
         """The output, its log-determinant, and the states that are stored."""
         self.conditions, self.seeds = Conditions.now(x), Seeds(x.device)
         self.seeds.remember(-1, only_if=any(self.draws))
-        prepare(self.units, forward=not self.inverse, inverses=self.inverse, log_det=self.log_det)
         anchors = set() if self.watch is None else {k for inverse, k in self.watch.anchors if inverse == self.inverse}
         if self.watch is not None and not self.checkpoint and not self.watch.rest:
             self.fingerprint = self.watch.fingerprint(x.device)
@@ -60,17 +80,23 @@ class Call:
             ):  # moving entries around does not change a drift
                 self.prints[k] = self.fingerprint.of(x)
             self.seeds.remember(k, only_if=self.draws[k])
-            x, log = unit.run(x, context, log_det=self.log_det)
+            x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det)
             if log is not None:
                 logs.append(log)
+        self.done()
         return x, _total(logs, x) if self.log_det else None, stored
 
     # ---- backward
 
     def pull(self, back: Backward) -> tuple[Tensor, _Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
+        try:
+            return self._pull(back)
+        finally:
+            self.done()
+
+    def _pull(self, back: Backward) -> tuple[Tensor, _Sum]:
         watch = self.watch
-        prepare(self.units, forward=True, inverses=True, log_det=False)
         if self.checkpoint:
             return self._recompute(back)
         if watch is None:
@@ -86,26 +112,36 @@ class Call:
     def _walk(self, back: Backward) -> tuple[Tensor, _Sum, dict[int, Tensor]]:
         """From the output to the input, each state recovered from the one after it."""
         given = dict(zip(self.kept, back.stored, strict=True))
-        drifts: dict[int, Tensor] = {}
+        seen: dict[int, Tensor] = {}
         result, y, grad = _Sum(), back.z, back.grad
         for k in reversed(range(len(self.units))):
             pulled = self._back(k, y, back, grad, given.get(k))
             result.add(pulled)
             y, grad = pulled.x, pulled.grad
-            if self.watch is not None and k not in given:
-                if k == 0:
-                    drifts[k] = true_drift(y, back.x)
-                elif k in self.prints and self.fingerprint is not None:
-                    drifts[k] = self.fingerprint.drift(y, self.prints[k])
+            if self.fingerprint is not None and k in self.prints:
+                seen[k] = self.fingerprint.of(y)
+        drifts: dict[int, Tensor] = {}
+        if seen:
+            drifts.update(
+                zip(seen, drifts_of([self.prints[k] for k in seen], list(seen.values())).unbind(), strict=True)
+            )
+        if self.watch is not None and 0 not in given:
+            drifts[0] = true_drift(y, back.x)
         return grad, result, drifts
 
     def _back(self, k: int, y: Tensor, back: Backward, grad: Tensor, known: Tensor | None) -> Pulled:
+        unit = self.unit(k, inverses=True)
+        if (
+            known is None and unit.twice and self.draws[k]
+        ):  # the same numbers for the inverse and for the second evaluation
+            with torch.no_grad(), self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
+                known = unit.undo(y, back.context)
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
-            return self.units[k].back(y, back.context, grad, back.grad_log, known)
+            return unit.back(y, back.context, grad, back.grad_log, known)
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
-            return self.units[k].run(x, context, log_det=False)[0]
+            return self.unit(k).run(x, context, log_det=False)[0]
 
     def _drifted(self, watch: Watch, drifts: dict[int, Tensor], x: Tensor) -> bool:
         limit = watch.guard.limit(x.dtype)

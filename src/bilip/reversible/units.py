@@ -17,7 +17,9 @@ from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, I
 from bilip.blocks.conv1x1 import invert, log_abs_det
 from bilip.blocks.on_kept import OnKept
 
-__all__ = ["Generic", "Pulled", "Unit", "make_units", "prepare"]
+__all__ = ["Generic", "Pulled", "Unit", "forget", "make_units", "prepare", "windows"]
+
+WINDOW = 16  # so many 1x1 convolutions have their matrices at hand at a time
 
 Grads = dict[nn.Parameter, Tensor]
 
@@ -40,9 +42,10 @@ class Pulled:
 
 
 class Unit:
-    """One step, in one direction. `stores` says that its input has to be kept."""
+    """One step, in one direction. `stores`: its input has to be kept; `twice`: `back` inverts first, then evaluates again."""
 
     stores = False
+    twice = False
     rearranges = False
 
     def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
@@ -72,6 +75,8 @@ class Unit:
 
 class Generic(Unit):
     """Invert, then evaluate again with gradients: for any block; of one that stores, only evaluate again."""
+
+    twice = True
 
     def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
         super().__init__(name, block, inverse=inverse)
@@ -229,7 +234,7 @@ class Kept(Unit):
 
     def __init__(self, inner: Unit, shape: tuple[int, ...], latent: tuple[int, ...]) -> None:
         super().__init__(inner.name, inner.block, inverse=inner.inverse)
-        self.inner, self.stores, self.rearranges = inner, inner.stores, inner.rearranges
+        self.inner, self.stores, self.rearranges, self.twice = inner, inner.stores, inner.rearranges, inner.twice
         self.entered, self.left = (latent, shape) if inner.inverse else (shape, latent)
 
     def _split(self, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -240,6 +245,10 @@ class Kept(Unit):
         kept, rest = self._split(x, self.entered)
         y, log = self.inner.run(kept, context, log_det=log_det)
         return torch.cat((y.flatten(1), rest), 1), log
+
+    def undo(self, y, context):
+        kept, rest = self._split(y, self.left)
+        return torch.cat((self.inner.undo(kept, context).flatten(1), rest), 1)
 
     def back(self, y, context, grad, grad_log, known):
         (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
@@ -284,28 +293,53 @@ def _is_free(part: Bijection | None, features: int | None = None) -> bool:
     return features is None or part.channels == features
 
 
+def windows(units: Sequence[Unit]) -> list[range]:
+    """The chain cut into spans of neighbours with at most `WINDOW` 1x1 convolutions each, all of one size."""
+    spans: list[range] = []
+    begin = count = 0
+    size: int | None = None
+    for k, unit in enumerate(units):
+        mixing = _mixing(unit)
+        if mixing is None:
+            continue
+        if count == WINDOW or size not in (None, mixing.block.channels):
+            spans.append(range(begin, k))
+            begin, count = k, 0
+        size, count = mixing.block.channels, count + 1
+    return [*spans, range(begin, len(units))]
+
+
+def _mixing(unit: Unit) -> Mixing | None:
+    unit = unit.inner if isinstance(unit, Kept) else unit
+    return unit if isinstance(unit, Mixing) else None
+
+
 @torch.no_grad()
-def prepare(units: Sequence[Unit], *, forward: bool, inverses: bool, log_det: bool) -> None:
+def prepare(units: Sequence[Unit], *, inverses: bool, log_det: bool) -> None:
     """The matrices of all 1x1 convolutions, by size: one product with the scales, one solve, one determinant for each size."""
     groups: dict[tuple[object, ...], list[Mixing]] = {}
-    for unit in units:
-        unit = unit.inner if isinstance(unit, Kept) else unit
-        if isinstance(unit, Mixing):
-            key = (unit.block.channels, unit.norm is None, unit.block.weight.dtype, unit.block.weight.device)
-            groups.setdefault(key, []).append(unit)
+    for unit in filter(None, map(_mixing, units)):
+        key = (unit.block.channels, unit.norm is None, unit.block.weight.dtype, unit.block.weight.device)
+        groups.setdefault(key, []).append(unit)
     for group in groups.values():
         weights = torch.stack([unit.block.weight for unit in group])
         norms = [unit.norm for unit in group if unit.norm is not None]
         scales = torch.stack([norm.log_scale for norm in norms]).exp() if norms else None
-        matrices = (weights if scales is None else weights * scales[:, None, :]) if forward else None
+        matrices = weights if scales is None else weights * scales[:, None, :]
         solved = invert(weights) if inverses else None
         others = solved if solved is None or scales is None else solved / scales[:, :, None]
         logs = log_abs_det(weights) if log_det else None
         for k, unit in enumerate(group):
-            unit.matrix = None if matrices is None else matrices[k]
+            unit.matrix = matrices[k]
             unit.inverse_weight = None if solved is None else solved[k]
             unit.other = None if others is None else others[k]
             unit.log_abs_det = None if logs is None else logs[k]
+
+
+def forget(units: Sequence[Unit]) -> None:
+    """Let go of what `prepare` made."""
+    for unit in filter(None, map(_mixing, units)):
+        unit.matrix = unit.inverse_weight = unit.other = unit.log_abs_det = None
 
 
 def _pull(

@@ -1,0 +1,347 @@
+"""The guard: no wrong gradient without a word, within its memory, with a report that names the blocks."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bilip import Chain, blocks, models, nets
+from bilip.blocks import Bijection
+from bilip.errors import DriftError
+from bilip.reversible import DriftWarning, Guard, Reversible, angle, function
+from bilip.reversible.guard import REST, Fingerprint
+
+TOLERANCE = Guard().limit(torch.float32)
+
+
+def loss_of(f, x):
+    z, log_det = f.forward_and_log_det(x)
+    return (z.flatten(1).square().sum(1) / 2 - log_det).mean()
+
+
+def gradient(f, model, x, loss=loss_of):
+    found = torch.autograd.grad(loss(f, x), list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+
+
+def off(found, stored):
+    value = angle(found, stored)
+    return value if math.isfinite(value) else math.inf
+
+
+def squash(block, sigma):
+    """Raw scales of an affine coupling so far down that g is about sigma."""
+    last = [layer for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1]
+    with torch.no_grad():
+        last.bias[len(last.bias) // 2 :] += math.log(sigma) - block.scale.shift
+
+
+def planted(sigma, places=(3,), features=8, count=8):
+    torch.manual_seed(0)
+    model = models.real_nvp(features, blocks=count, hidden=(16,))
+    for k in places:
+        squash(model[k], sigma)
+    return model, torch.randn(16, features)
+
+
+@pytest.mark.parametrize("places", [(0,), (3,), (2, 3, 6), (7,)])
+@pytest.mark.parametrize("sigma", [1e-3, 1e-6, 1e-9, 1e-12])
+def test_planted_near_zero_scales(sigma, places):
+    model, x = planted(sigma, places)
+    guarded, bare = Reversible(model), Reversible(model, guard=None)
+    for _ in range(3):
+        stored = gradient(model, model, x)
+        broken = off(gradient(bare, model, x), stored)
+        found = off(gradient(guarded, model, x), stored)
+        assert found < 1e-3  # so wherever the bare walk is wrong, and elsewhere
+    report = guarded.report()
+    if sigma <= 1e-6:
+        assert report.worst[str(places[-1])] > TOLERANCE  # the block that squashes does not get its input back
+        assert report.repaired >= 1
+    if sigma <= 1e-9 and 0 not in places:
+        assert broken > 1e-2
+
+
+def test_the_block_is_named_and_anchored():
+    model, x = planted(1e-9, (5,))
+    guarded = Reversible(model)
+    gradient(guarded, model, x)
+    report = guarded.report()
+    later = {name: drift for name, drift in report.drift.items() if int(name) > 5}
+    assert later
+    assert max(later.values()) < TOLERANCE < report.drift["5"]
+    assert report.anchors == {"5": x.numel() * 4}
+    assert report.tolerance == TOLERANCE
+    assert (report.steps, report.repaired, report.warned) == (1, 1, 0)
+    gradient(guarded, model, x)
+    after = guarded.report()
+    assert (after.steps, after.repaired) == (2, 1)  # the anchor carries the next walk over the bad block
+    assert "5" not in after.drift
+
+
+def test_driven_to_instability_by_training():
+    torch.manual_seed(0)
+    model = models.real_nvp(8, blocks=6, hidden=(16,))
+    guarded, bare = Reversible(model), Reversible(model, guard=None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    x = torch.randn(64, 8)
+    y = torch.randn(64, 8)
+
+    def loss(f, x):  # nothing keeps the scales away from zero
+        return (f(x) - y).square().mean()
+
+    broken = 0
+    for _ in range(150):
+        stored = gradient(model, model, x, loss)
+        walked = off(gradient(bare, model, x, loss), stored)
+        found = off(gradient(guarded, model, x, loss), stored)
+        broken += walked > 1e-2
+        assert found < 1e-3 if walked > 1e-2 else found < 1e-2
+        for p, g in zip(model.parameters(), stored, strict=True):
+            p.grad = g
+        optimizer.step()
+    assert broken > 10  # the bare walk did break
+    assert guarded.report().repaired < broken  # anchors took over
+
+
+class Waves(nn.Module):
+    """A bounded shift that turns very fast."""
+
+    def __init__(self, size, speed):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(size, 32), nn.Linear(32, size)
+        with torch.no_grad():
+            self.inner.weight.mul_(speed)
+
+    def forward(self, x):
+        return self.outer(torch.sin(self.inner(x)))
+
+
+def test_drift_that_peaks_in_the_middle_and_vanishes_at_the_input():
+    torch.manual_seed(0)
+    there = Waves(4, 1e4)
+    back = copy.deepcopy(there)
+    with torch.no_grad():
+        back.outer.weight.neg_()
+        back.outer.bias.neg_()
+    contract = blocks.AffineCoupling(nets.MLP(4, 8, hidden=(8,)), partition=blocks.Split(swap=True))
+    squash(contract, 1e-3)
+    # The second shift takes the first away again; the contraction leaves an error of 1e-4 in what both of them look at.
+    model = Chain(blocks.AdditiveCoupling(there), blocks.AdditiveCoupling(back), contract, shape=(8,))
+    x = torch.randn(16, 8)
+
+    def loss(f, x):
+        return (f(x) * torch.linspace(-1, 1, 8)).sum()
+
+    stored = gradient(model, model, x, loss)
+    assert off(gradient(Reversible(model, guard=None), model, x, loss), stored) > 1e-2
+    watching = Reversible(model, Guard(action="warn"))
+    with pytest.warns(DriftWarning):
+        gradient(watching, model, x, loss)
+    drift = watching.report().drift
+    assert drift["0"] < TOLERANCE  # the recovered input is right: comparing it alone would miss this
+    assert drift["1"] > 10 * TOLERANCE
+    guarded = Reversible(model)
+    assert off(gradient(guarded, model, x, loss), stored) < 1e-3
+    assert guarded.report().guilty == "1"
+
+
+# ---- memory
+
+
+def test_anchors_stay_within_the_budget():
+    model, x = planted(1e-9, tuple(range(8)))
+    one = x.numel() * 4
+    for budget in (0, one - 1, one, 3 * one, 100 * one):
+        guarded = Reversible(model, Guard(budget=budget))
+        for _ in range(12):
+            assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-3
+            assert sum(guarded.report().anchors.values()) <= budget
+        report = guarded.report()
+        assert report.steps == 12
+        if budget < one:
+            assert report.anchors == {}
+            assert report.repaired == 12
+        if budget == 100 * one:
+            assert report.repaired < 12  # enough of them, and no step has to be repaired
+
+
+def test_zero_budget_goes_straight_to_recomputing(monkeypatch):
+    model, x = planted(1e-9)
+    guarded = Reversible(model, Guard(budget=0))
+    walks = []
+    walk = function.Call._walk
+    monkeypatch.setattr(function.Call, "_walk", lambda self, back: walks.append(1) or walk(self, back))
+    for _ in range(REST + 2):
+        assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-3
+    assert len(walks) == 2  # the first step, and the one that looks again
+    assert guarded.report().repaired == REST + 2
+
+
+# ---- actions
+
+
+def test_warn_and_raise():
+    model, x = planted(1e-9, (5,))
+    guarded = Reversible(model, Guard(action="warn"))
+    with pytest.warns(DriftWarning, match="first at the input of block 5; this gradient may be wrong"):
+        gradient(guarded, model, x)
+    assert (guarded.report().warned, guarded.report().repaired) == (1, 0)
+    with pytest.raises(DriftError, match="allowed 3.5e-04"):
+        gradient(Reversible(model, Guard(action="raise")), model, x)
+
+
+def test_a_healthy_model_is_left_alone():
+    model, x = planted(0.5)
+    guarded = Reversible(model, Guard(spot_check=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            gradient(guarded, model, x)
+    report = guarded.report()
+    assert (report.steps, report.repaired, report.warned, report.spot_checks) == (4, 0, 0, 2)
+    assert report.worst_angle < 1e-4
+    assert report.anchors == {}
+    assert max(report.worst.values()) < TOLERANCE
+
+
+def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
+    model, x = planted(1e-9)
+    stored = gradient(model, model, x)
+    monkeypatch.setattr(Fingerprint, "drift", lambda self, x, before: torch.zeros((), dtype=torch.float64))
+    true = function.true_drift
+    monkeypatch.setattr(function, "true_drift", lambda y, known: true(y, known) if y.requires_grad else y.sum() * 0)
+    guarded = Reversible(model, Guard(spot_check=2))
+    assert off(gradient(guarded, model, x), stored) > 1e-2  # blind
+    with pytest.warns(DriftWarning, match="spot check"):
+        assert off(gradient(guarded, model, x), stored) < 1e-3
+    report = guarded.report()
+    assert report.warned == 1
+    assert report.spot_checks == 1
+    assert report.worst_angle > 1e-2
+
+
+# ---- fingerprints
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 400),
+    where=st.sampled_from(["one", "all", "alternating", "random", "pairs"]),
+    step=st.integers(0, 2**40),
+    place=st.integers(0, 10**6),
+)
+def test_fingerprints_see_drift_wherever_it_sits(size, where, step, place):
+    """Of a drift |e| a fingerprint shows |(e_even . s, e_odd . s')|.
+
+    Its square has the mean |e|^2. For one entry it is |e|^2 always. In general the square exceeds |e|^2 / 100 with a probability of
+    at least (1 - 1/100)^2 / 3 = 0.32 for each sample (Paley and Zygmund, fourth moment at most 3 |e|^4), so that of 64 samples
+    drifting alike all hide with a chance below 1e-10 if their signs were drawn apart. The signs of one step are shared by its
+    samples, so that here each sample drifts in a pattern of its own.
+    """
+    e = torch.zeros(64, size, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(place)
+    if where == "one":
+        e[:, place % size] = 1
+    elif where == "all":
+        e[:] = 1
+    elif where == "alternating":
+        e[:] = 1 - 2.0 * (torch.arange(size) % 2)
+    elif where == "pairs":
+        e[:, place % size] = 1
+        e[:, (place // 7) % size] = -1 if place // 7 % size != place % size else 1
+    else:
+        e = torch.randn(64, size, generator=generator, dtype=torch.float64)
+    x = torch.randn(64, size, generator=generator, dtype=torch.float64)
+    seen = []
+    for k in range(
+        32 if where in ("all", "alternating", "pairs") else 1
+    ):  # the same pattern in all samples: over 32 steps
+        fingerprint = Fingerprint(torch.tensor(step + k))
+        seen.append((fingerprint.of(x + e) - fingerprint.of(x)).square().sum(1) / e.square().sum(1))
+    if where == "one":
+        assert torch.allclose(seen[0], torch.ones(64, dtype=torch.float64))
+    assert float(torch.stack(seen).max()) > 1e-2
+
+
+def test_fingerprints_have_the_right_mean_square():
+    e = torch.randn(1, 99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    squares = torch.stack([Fingerprint(torch.tensor(k)).of(e).square().sum() for k in range(2000)]) / e.square().sum()
+    # The square of two signed sums has a variance of at most |e|^4 each way, so a mean over 2000 is within 0.1 by 4 deviations.
+    assert abs(float(squares.mean()) - 1) < 0.1
+    assert float((squares > 0.01).double().mean()) > 0.9
+
+
+def test_a_value_that_is_not_finite_is_a_drift():
+    fingerprint = Fingerprint(torch.tensor(1))
+    x = torch.randn(3, 6)
+    y = x.clone()
+    y[1, 2] = math.nan
+    assert float(fingerprint.drift(y, fingerprint.of(x))) == math.inf
+
+
+# ---- randomness
+
+
+class Noisy(Bijection):
+    """Scales by random numbers, and does not say so."""
+
+    def _gain(self, x):
+        return torch.rand_like(x) + 0.5
+
+    def forward(self, x, context=None):
+        return x * self._gain(x)
+
+    def inverse(self, z, context=None):
+        return z / self._gain(z)
+
+    def forward_and_log_det(self, x, context=None):
+        gain = self._gain(x)
+        return x * gain, gain.log().sum(1)
+
+    def inverse_and_log_det(self, z, context=None):
+        gain = self._gain(z)
+        return z / gain, -gain.log().sum(1)
+
+
+class Marked(Noisy):
+    stochastic = True
+
+
+def noisy_chain(kind):
+    torch.manual_seed(0)
+    return Chain(
+        blocks.AdditiveCoupling(nets.MLP(2, 2)), kind(), blocks.AdditiveCoupling(nets.MLP(2, 2)), shape=(4,)
+    ).double()
+
+
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+def test_a_stochastic_block_that_does_not_say_so(memory):
+    model, x = noisy_chain(Noisy), torch.randn(8, 4, dtype=torch.float64)
+    with pytest.raises(DriftError, match="stochastic = True"):
+        gradient(Reversible(model, memory=memory), model, x)
+
+
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+def test_a_stochastic_block_that_does(memory):
+    model, x = noisy_chain(Marked), torch.randn(8, 4, dtype=torch.float64)
+    found = []
+    for f in (model, Reversible(model, memory=memory)):
+        torch.manual_seed(7)
+        point = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(loss_of(f, point), [point, *model.parameters()]))
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
+
+
+def test_parameters_changed_before_backward_are_noticed():
+    model, x = planted(0.5)
+    loss = loss_of(Reversible(model), x)
+    with torch.no_grad():
+        next(model.parameters()).add_(0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
