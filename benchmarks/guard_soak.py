@@ -1,10 +1,11 @@
 """Does the guard ever let a wrong gradient pass without a word?
 
 Random models, most of them badly conditioned: vectors and images, additive and affine couplings, every scale function, 1 to 24 blocks,
-weights far from their start, near-zero scales, features of very different sizes, four losses, float32. A model counts if its
+weights far from their start, near-zero scales, features and samples of very different sizes, four losses, float32. A model counts if its
 stored gradient is finite and not zero. For each: the angle between the stored gradient and the bare walk's, and between the
 stored and the guarded one. A gradient more than 1e-2 rad off (or not a number) is wrong; wrong with neither repair nor warning is
-silent, and one silent gradient makes the exit code 1.
+silent, and one silent gradient makes the exit code 1. Where the output itself overflows and the loss looks at the log-determinant
+alone, the stored gradient is finite and a repaired one is not a number; these are counted apart.
 
     python benchmarks/guard_soak.py --out results/guard/soak.json
 """
@@ -15,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import sys
 import time
 import warnings
@@ -121,7 +121,20 @@ def uneven(rng: random.Random) -> tuple[Bijection, Tensor]:
     return model, x
 
 
-FAMILIES = (vectors, images, uneven)
+def outliers(rng: random.Random) -> tuple[Bijection, Tensor]:
+    """A batch in which one sample, or some, are far larger than the others."""
+    model, x = rng.choice((vectors, images))(rng)
+    if len(x) < 4:
+        x = x[:1] + 0.1 * torch.randn(8, *x.shape[1:])
+    if rng.random() < 0.5:
+        sizes = 10 ** (rng.uniform(1, 4) * torch.rand(len(x)))
+    else:
+        sizes = torch.ones(len(x))
+        sizes[0] = 10 ** rng.uniform(1, 5)
+    return model, x * sizes.view(-1, *[1] * (x.ndim - 1))
+
+
+FAMILIES = (vectors, images, uneven, outliers)
 
 
 # ---- one model
@@ -151,6 +164,8 @@ def examine(seed: int) -> dict[str, Any] | None:
     stored = gradient(model, model, x, loss)
     if not all(bool(torch.isfinite(g).all()) for g in stored) or not any(bool(g.any()) for g in stored):
         return None
+    with torch.no_grad():
+        overflowed = not bool(torch.isfinite(model(x)).all())
     guarded = Reversible(model, Guard(spot_check=0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -165,6 +180,7 @@ def examine(seed: int) -> dict[str, Any] | None:
         "drift": max(report.drift.values(), default=0.0),
         "spoke": bool(report.repaired or report.warned or caught),
         "repaired": bool(report.repaired),
+        "overflowed": overflowed,
     }
 
 
@@ -173,19 +189,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     quiet = [row for row in rows if not row["spoke"]]
     silent = [row for row in quiet if row["guarded"] > WRONG]
     false = [row for row in rows if row["repaired"] and row["bare"] <= WRONG]
+    mended = [row["guarded"] for row in rows if row["repaired"] and not row["overflowed"]]
     return {
         "models": len(rows),
         "bare_wrong": len(wrong),
         "bare_not_a_number": sum(math.isinf(row["bare"]) for row in rows),
         "guarded_wrong": sum(row["guarded"] > WRONG for row in rows),
+        "of_these_the_output_overflowed": sum(row["guarded"] > WRONG and row["overflowed"] for row in rows),
         "silently_wrong": len(silent),
         "silent_seeds": [row["seed"] for row in silent],
         "repaired": sum(row["repaired"] for row in rows),
         "false_repairs": len(false),
         "false_repairs_share": len(false) / max(1, len(rows) - len(wrong)),
         "largest_angle_without_repair": max((row["guarded"] for row in quiet), default=0.0),
-        "largest_angle_after_repair": max((row["guarded"] for row in rows if row["repaired"]), default=0.0),
-        "median_angle_after_repair": statistics.median([row["guarded"] for row in rows if row["repaired"]] or [0.0]),
+        "largest_angle_after_repair": max(mended, default=0.0),  # where the output is finite
     }
 
 

@@ -36,6 +36,7 @@ _SUBMODULES = (
     "nets",
     "probes",
     "record",
+    "regularizers",
     "report",
     "reversible",
     "testing",
@@ -66,13 +67,28 @@ __all__ = [
     "nets",
     "probes",
     "record",
+    "regularizers",
     "report",
     "reversible",
     "testing",
 ]
 
 if TYPE_CHECKING:
-    from bilip import adapters, blocks, bounds, data, errors, models, nets, probes, record, report, reversible, testing
+    from bilip import (
+        adapters,
+        blocks,
+        bounds,
+        data,
+        errors,
+        models,
+        nets,
+        probes,
+        record,
+        regularizers,
+        report,
+        reversible,
+        testing,
+    )
     from bilip._audit import Budget, audit
     from bilip._verdicts import Thresholds
     from bilip.adapters import as_bijection

@@ -42,6 +42,7 @@ class Budget:
         attack_steps: Steps of the attack.
         precision: Samples on the precision ladder; 0 leaves it out.
         repeats: Repeated round trips.
+        gradients: Samples whose memory-saving gradients are compared with stored ones; 0 leaves them out.
     """
 
     samples: int | None
@@ -56,12 +57,13 @@ class Budget:
     attack_steps: int
     precision: int
     repeats: int
+    gradients: int
 
 
 BUDGETS = {
-    "quick": Budget(512, 256, 512, 256, 32, 2, 64, 30, 4, 12, 32, 4),
-    "standard": Budget(4096, 256, 2048, 1024, 64, 4, 256, 80, 8, 200, 128, 10),
-    "thorough": Budget(None, 256, 10_000, 4096, 256, 16, 3072, 200, 32, 200, 512, 10),
+    "quick": Budget(512, 256, 512, 256, 32, 2, 64, 30, 4, 12, 32, 4, 32),
+    "standard": Budget(4096, 256, 2048, 1024, 64, 4, 256, 80, 8, 200, 128, 10, 128),
+    "thorough": Budget(None, 256, 10_000, 4096, 256, 16, 3072, 200, 32, 200, 512, 10, 256),
 }
 
 
@@ -239,6 +241,8 @@ def _plan(
     once: list[p.Probe] = [p.Consistency(), p.Sampling(b.draws, batch=b.batch, seed=seed)]
     if wanted is not None or (size == 2 and main.context_shape is None):
         once.append(p.ErrorMap())
+    if b.gradients:
+        once.append(p.GradientAngle(samples=b.gradients, batch=min(32, b.gradients)))
     if b.precision:
         once.append(p.Precision(b.precision, seed=seed))
     if b.attack:

@@ -21,6 +21,7 @@ class Thresholds:
         share: Share of samples that must keep it.
         non_finite: Largest share of samples with NaN, Inf or an exception.
         log_det: Largest $|\log\det F + \log\det F^{-1}|$ and largest difference from slogdet, per dimension.
+        angle: Largest angle between memory-saving and stored gradients, in radians.
         sample_gap: Largest difference between the median bits per dimension of samples and of data; infinite to ignore it.
 
     Example:
@@ -33,6 +34,7 @@ class Thresholds:
     non_finite: float = 0.0
     log_det: float = 1e-3
     sample_gap: float = math.inf
+    angle: float = 1e-2
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -85,8 +87,8 @@ def judge(
             list(found.likelihood(roles["ood"])),
             "there is no out-of-distribution source; name one with ood=",
         ),
-        "reversible-gradients": Verdict(
-            "reversible-gradients", Status.NOT_MEASURED, "memory-saving gradients were not compared with stored ones"
+        "reversible-gradients": found.verdict(
+            "reversible-gradients", list(found.gradients()), found.why_not("gradient_angle")
         ),
     }
     return {use: verdicts[use] for use in USES}
@@ -199,6 +201,25 @@ class _Found:
                 "bits per dimension between samples and data",
             )
 
+    def gradients(self) -> Iterator[_Check | str]:
+        m, t = self.get("gradient_angle"), self.thresholds
+        if m is None:
+            return
+        if m["batches"] == m["stored_non_finite"]:
+            yield "no batch has a finite stored gradient"
+            return
+        yield _Check(
+            "non-finite memory-saving gradients",
+            m["share_non_finite"],
+            t.non_finite,
+            m.source,
+            "of the batches of {source} have a memory-saving gradient with NaN or Inf and a finite stored one",
+        )
+        if not m["share_non_finite"]:  # otherwise there is no angle
+            yield _Check(
+                "gradient angle", m["angle"], t.angle, m.source, "rad between memory-saving and stored gradients"
+            )
+
     # ---- verdicts
 
     def verdict(self, use: str, checks: Sequence[_Check | str], nothing: str) -> Verdict:
@@ -230,6 +251,11 @@ class _Found:
         if check.number == "cached":
             return "Switch the cache off (cache_size=0) and write the inverse."
         blame = self.get("blame", check.source) or self.get("blame")
+        if "gradient" in check.number:
+            return (
+                "Train with bilip.Reversible and its guard, which repairs such steps, or store the activations; or keep the "
+                "inverse accurate with a finite-difference or flow-likelihood penalty."
+            )
         if "log-det" in check.number:
             block = blame.get("guilty_log_det") if blame else ""
             note = f" Block {block} claims a log-determinant that is not the one of its Jacobian." if block else ""

@@ -14,7 +14,7 @@ from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, function
-from bilip.reversible.guard import REST, Fingerprint
+from bilip.reversible.guard import REST, Fingerprint, drifts_of
 
 TOLERANCE = Guard().limit(torch.float32)
 
@@ -213,9 +213,8 @@ def test_a_healthy_model_is_left_alone():
 def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     model, x = planted(1e-9)
     stored = gradient(model, model, x)
-    monkeypatch.setattr(Fingerprint, "drift", lambda self, x, before: torch.zeros((), dtype=torch.float64))
-    true = function.true_drift
-    monkeypatch.setattr(function, "true_drift", lambda y, known: true(y, known) if y.requires_grad else y.sum() * 0)
+    monkeypatch.setattr(function, "drifts_of", lambda before, after: torch.zeros(len(before)))
+    monkeypatch.setattr(function, "true_drift", lambda y, known: torch.zeros(()))
     guarded = Reversible(model, Guard(spot_check=2))
     assert off(gradient(guarded, model, x), stored) > 1e-2  # blind
     with pytest.warns(DriftWarning, match="spot check"):
@@ -237,7 +236,7 @@ def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     place=st.integers(0, 10**6),
 )
 def test_fingerprints_see_drift_wherever_it_sits(size, where, step, place):
-    """Of a drift |e| a fingerprint shows |(e_even . s, e_odd . s')|.
+    """Of a drift |e| a fingerprint shows |(e_1 . s_1, e_2 . s_2)| for its two halves.
 
     Its square has the mean |e|^2. For one entry it is |e|^2 always. In general the square exceeds |e|^2 / 100 with a probability of
     at least (1 - 1/100)^2 / 3 = 0.32 for each sample (Paley and Zygmund, fourth moment at most 3 |e|^4), so that of 64 samples
@@ -277,12 +276,25 @@ def test_fingerprints_have_the_right_mean_square():
     assert float((squares > 0.01).double().mean()) > 0.9
 
 
+def test_an_outlier_in_the_batch_hides_nothing():
+    x = torch.randn(32, 64, dtype=torch.float64)
+    x[0] *= 1e5
+    y = x.clone()
+    y[5] *= 1 + 100 * TOLERANCE
+    before, after = [], []
+    for k in range(8):
+        fingerprint = Fingerprint(torch.tensor(k))
+        before.append(fingerprint.of(x))
+        after.append(fingerprint.of(y))
+    assert float(drifts_of(before, after).max()) > 10 * TOLERANCE
+
+
 def test_a_value_that_is_not_finite_is_a_drift():
     fingerprint = Fingerprint(torch.tensor(1))
     x = torch.randn(3, 6)
     y = x.clone()
     y[1, 2] = math.nan
-    assert float(fingerprint.drift(y, fingerprint.of(x))) == math.inf
+    assert float(drifts_of([fingerprint.of(x)], [fingerprint.of(y)])) == math.inf
 
 
 # ---- randomness

@@ -5,8 +5,10 @@ from bilip.probes.blame import Blame
 from bilip.probes.bounds import Bounds
 from bilip.probes.consistency import Consistency
 from bilip.probes.error_map import ErrorMap
+from bilip.probes.gradient_angle import GradientAngle
 from bilip.probes.guarded import Outcome, run_guarded
 from bilip.probes.log_det import LogDet, log_det_of_jacobian
+from bilip.probes.monitor import StabilityMonitor, StabilityRow
 from bilip.probes.precision import Precision
 from bilip.probes.probe import Probe
 from bilip.probes.reconstruction import Reconstruction
@@ -24,6 +26,7 @@ __all__ = [
     "Consistency",
     "ErrorMap",
     "Extremes",
+    "GradientAngle",
     "LogDet",
     "Outcome",
     "Precision",
@@ -32,6 +35,8 @@ __all__ = [
     "Sampling",
     "SingularValues",
     "Spectrum",
+    "StabilityMonitor",
+    "StabilityRow",
     "Subject",
     "Trust",
     "TrustFlags",

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip.adapters import Foreign
 from bilip.blocks import Bijection
+from bilip.blocks.on_kept import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
 from bilip.probes.distance import distances, typical_norm
@@ -142,8 +144,8 @@ class _LocalState:
 
 def kind_of(part: Bijection) -> str:
     """The class of a block, of the foreign one where it is foreign."""
-    inner = getattr(part, "block", part)
-    return str(getattr(inner, "kind", None) or type(inner).__name__)
+    inner = part.block if isinstance(part, OnKept) else part
+    return str(inner.kind if isinstance(inner, Foreign) else type(inner).__name__)
 
 
 def _look(linear: LinearPart) -> _LocalState:

@@ -109,7 +109,7 @@ class Call:
             return self._recompute(back)
         return grad, result
 
-    def _walk(self, back: Backward) -> tuple[Tensor, _Sum, dict[int, Tensor]]:
+    def _walk(self, back: Backward, *, watched: bool = True) -> tuple[Tensor, _Sum, dict[int, Tensor]]:
         """From the output to the input, each state recovered from the one after it."""
         given = dict(zip(self.kept, back.stored, strict=True))
         seen: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ class Call:
             pulled = self._back(k, y, back, grad, given.get(k))
             result.add(pulled)
             y, grad = pulled.x, pulled.grad
-            if self.fingerprint is not None and k in self.prints:
+            if watched and self.fingerprint is not None and k in self.prints:
                 seen[k] = self.fingerprint.of(y)
         drifts: dict[int, Tensor] = {}
         if seen:
@@ -131,9 +131,7 @@ class Call:
 
     def _back(self, k: int, y: Tensor, back: Backward, grad: Tensor, known: Tensor | None) -> Pulled:
         unit = self.unit(k, inverses=True)
-        if (
-            known is None and unit.twice and self.draws[k]
-        ):  # the same numbers for the inverse and for the second evaluation
+        if known is None and unit.twice and self.draws[k]:  # the same numbers for the inverse and the second evaluation
             with torch.no_grad(), self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
                 known = unit.undo(y, back.context)
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
@@ -163,7 +161,7 @@ class Call:
         if not every or watch.steps % every or (back.x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         few = back if any(self.draws) or any(self.norms) else back.rows(8)
-        walked, true = self._walk(few)[1].parameters, self._recompute(few)[1].parameters
+        walked, true = self._walk(few, watched=False)[1].parameters, self._recompute(few)[1].parameters
         watch.spot_checks += 1
         found = angle([walked[p] for p in true], list(true.values()))
         watch.worst_angle = max(watch.worst_angle, found) if not math.isnan(found) else math.inf

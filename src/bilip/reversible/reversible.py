@@ -129,6 +129,9 @@ class Reversible(Bijection):
 
     # ---- everything else is the bijection's
 
+    def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        return self.bijection.parts(name)
+
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.bijection.out_shape(shape)
 

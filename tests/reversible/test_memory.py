@@ -1,0 +1,84 @@
+"""Activation memory: flat in depth, in what a graph keeps and in what a process occupies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bilip import models
+from bilip.reversible import Guard, Reversible
+from catalogue import wake
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "reversible.py"
+
+
+def kept(wrap, blocks, *, inverse=False, log_det=True):
+    """Bytes that a graph keeps for its backward pass: storages, each once, other than parameters."""
+    torch.manual_seed(0)
+    model = wake(models.glow((3, 16, 16), levels=3, blocks=blocks, hidden=8), 0.01)
+    f, x = wrap(model), torch.rand(4, 3, 16, 16)
+    x = model(x).detach() if inverse else x
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+    alive = []  # so that no address is used again
+
+    def pack(t):
+        alive.append(t)
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        method = (
+            f"{'inverse' if inverse else 'forward'}_and_log_det" if log_det else ("inverse" if inverse else "forward")
+        )
+        value = getattr(f, method)(x)
+    z = value[0] if log_det else value
+    (z.square().sum() + (value[1].sum() if log_det else 0)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("log_det", [False, True], ids=["value", "log_det"])
+def test_a_graph_keeps_the_two_ends(inverse, log_det):
+    options = {"inverse": inverse, "log_det": log_det}
+    for wrap in (Reversible, lambda m: Reversible(m, guard=None), lambda m: Reversible(m, memory="checkpoint")):
+        shallow, deep = kept(wrap, 4, **options), kept(wrap, 16, **options)
+        assert shallow == deep == 2 * 4 * 3 * 16 * 16 * 4  # x and z
+    shallow, deep = (kept(lambda m: m, blocks, **options) for blocks in (4, 16))
+    assert 3.5 < deep / shallow < 4.5
+
+
+def test_anchors_are_kept_and_counted():
+    one = 4 * 3 * 16 * 16 * 4
+
+    def anchored(model):
+        f = Reversible(model, Guard(budget=2 * one))
+        f._watch.anchors = {(False, 5): one, (False, 9): one}
+        f._watch.names = {(False, 5): "5", (False, 9): "9"}
+        return f
+
+    assert kept(anchored, 4) == (2 + 2) * one
+
+
+def resident(contender, blocks):
+    """Resident bytes of forward and backward pass in a process of its own, less the gradients of the parameters."""
+    settings = {"seed": 0, "hidden": 32, "device": "cpu", "batch": 128, "loss": "flow", "tf32": False, "threads": 1}
+    task = {"kind": "memory", "settings": settings, "blocks": blocks, "coupling": "affine", "contenders": [contender]}
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, str(BENCHMARK), "--work", json.dumps(task)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])[contender]["activations"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to read the peak of a process")
+def test_a_process_occupies_the_same_at_any_depth():
+    shallow, deep = resident("reversible", 16), resident("reversible", 48)  # below 16, fewer 1x1 matrices are at hand
+    assert deep < 1.15 * shallow  # pages and allocator: some noise
+    assert resident("stored", 16) > 4 * deep
