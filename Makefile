@@ -15,6 +15,7 @@ test: $(READY)
 
 soak: $(READY)
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
+	$(BIN)/python benchmarks/guard_soak.py --out results/guard/soak.json
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -30,6 +31,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/throughput.py --threads 1 --batch 16 --repeats 9 --out results/throughput/cpu.json
 	$(BIN)/python benchmarks/inverse.py --out results/inverse/cpu.json
 	$(BIN)/python benchmarks/depth.py
+	$(BIN)/python benchmarks/spectrum.py --out results/spectrum/cpu.json
+	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
+	$(BIN)/python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

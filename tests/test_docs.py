@@ -24,6 +24,8 @@ ROOMS = [
     "bilip._audit",
     "bilip._verdicts",
     "bilip.demo_flows",
+    "bilip.reversible",
+    "bilip.regularizers",
 ]
 # Values, records and abstract classes: explained where they are made.
 NO_EXAMPLE = {
@@ -57,6 +59,11 @@ NO_EXAMPLE = {
     "Comparison",
     "VerdictChange",
     "Budget",
+    "StabilityRow",
+    "GuardReport",
+    "DriftWarning",
+    "Latent",
+    "SkippedSamples",
 }
 
 
@@ -126,7 +133,18 @@ def test_the_guide_states_the_budgets_and_thresholds():
 
     text = (ROOT / "docs" / "audit.md").read_text()
     table = [[cell.strip().replace(" ", "") for cell in line.split("|")[2:5]] for line in text.splitlines()]
-    for field in ("samples", "noise", "draws", "walk", "spectra", "exact", "steps", "precision", "repeats"):
+    for field in (
+        "samples",
+        "noise",
+        "draws",
+        "walk",
+        "spectra",
+        "exact",
+        "steps",
+        "precision",
+        "repeats",
+        "gradients",
+    ):
         numbers = [str(getattr(BUDGETS[name], field)).replace("None", "all") for name in BUDGETS]
         assert numbers in table, f"{field}: {numbers}"
     assert [f"{b.attack},{b.attack_steps}" for b in BUDGETS.values()] in table

@@ -22,7 +22,7 @@ LETTERS = {
 }  # fmt: skip
 OPERATORS = {
     "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←",
-    "mapsto": "↦", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
+    "mapsto": "↦", "sim": "∼", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
     "|": "‖", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "lfloor": "⌊", "rfloor": "⌋",
     "{": "{", "}": "}",
 }  # fmt: skip

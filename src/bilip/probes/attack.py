@@ -13,6 +13,7 @@ from bilip.data import Source, as_source
 from bilip.errors import InputError, NotMeasured
 from bilip.probes.attack_methods import METHODS, Hunt
 from bilip.probes.attack_result import AttackResult, AttackRun
+from bilip.probes.distance import norms
 from bilip.probes.pictures import is_image, picture
 from bilip.probes.probe import Probe
 from bilip.probes.region import Region
@@ -171,7 +172,7 @@ class Attack(Probe):
         result = self._search(subject, source)
         region, best = result.region, result.strongest
         notes, limit = list(result.notes), math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
-        lost = int((best.trajectory[0] > limit * (1 + region.start.double().flatten(1).norm(dim=1).cpu())).sum())
+        lost = int((best.trajectory[0] > limit * norms(region.start).clamp_min(1.0).cpu()).sum())
         if lost:
             notes.append(f"{lost} of {len(result.success)} samples fail at their start already, without any attack")
         if "roundtrip" in result.runs:

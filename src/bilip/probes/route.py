@@ -22,7 +22,7 @@ class Judgement:
     Attributes:
         back: What came back.
         l2: Euclidean errors, float64; infinite where something is not finite or the model raised.
-        relative: The same divided by 1 + |x|.
+        relative: The same divided by |x|, or by 1 where that is larger.
     """
 
     back: Tensor
