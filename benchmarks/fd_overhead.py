@@ -2,8 +2,9 @@
 
 The paper's affine CIFAR-10 classifier, 3 x 16 blocks, trained through `bilip.Reversible` with its guard on. Three kinds of
 step are timed in one run, in turns: stored without penalty, reversible without, reversible with the bi-directional penalty
-(original scaling). A penalty every K steps costs ((K - 1) plain + 1 with) / K. The paper reports 3.04, 1.45 and 1.26 for K = 1, 5, 10 over its own
-memory-saving base, which evaluates every net twice in the backward pass; the operation count here is 12 against 4 net passes.
+(original scaling). A penalty every K steps costs ((K - 1) plain + 1 with) / K. The paper reports 3.04, 1.45 and 1.26 for
+K = 1, 5, 10 over its own memory-saving base, which evaluates every net twice in the backward pass; the operation count here
+is 12 against 4 net passes.
 
     python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
     python benchmarks/fd_overhead.py --device cuda --batch 512 --mode captured --out results/reversible/fd_h200.json
