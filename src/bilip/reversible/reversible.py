@@ -122,8 +122,9 @@ class Reversible(Bijection):
     def drift_flag(self) -> Tensor | None:
         """On a GPU: the largest drift over its limit since the flag was last zeroed, as a number on the device.
 
-        A captured step cannot stop to look. Read the flag before `optimizer.step()`; if it is above 1, zero it, clear the
-        gradients and run the step again without the graph, which repairs.
+        A captured step cannot stop to look. Read the flag before `optimizer.step()`; if it is above 1, zero it,
+        zero the gradients in place (`zero_grad(set_to_none=False)`: the graph owns their memory) and run the step again without
+        the graph, which repairs.
         """
         return None if self._watch is None else self._watch.flag
 
