@@ -99,7 +99,10 @@ class FiniteDifference(Penalty):
         z = None if latent is None else latent[0]
 
         def terms(kept: Tensor | None) -> Tensor:
-            given = [t if kept is None or t is None else t[kept] for t in (x, context, z, v, w)]
+            # A row that is not finite stays in the task's graph: without it the clean pass is run again.
+            given = [
+                t if kept is None or t is None else t[kept] for t in (x, context, z if kept is None else None, v, w)
+            ]
             return self._terms(model, *given)  # type: ignore[arg-type]
 
         found = self._finite_only(terms, count)
@@ -150,7 +153,8 @@ class _Passes:
     def __init__(self, model: Bijection, x: Tensor) -> None:
         self.model, self.seeds = model, Seeds(x.device)
         self.draws = draws_numbers(model)
-        self.seeds.remember(0, only_if=self.draws)
+        if self.draws:
+            self.seeds.remember(0)
         self.norms = [part for part in model.modules() if _looks_at_batch(part)]
 
     def forward(

@@ -56,10 +56,10 @@ class FlowLikelihood(Penalty):
         constant = size * (0.5 * math.log(2 * math.pi) + (self.bits or 0) * math.log(2))
 
         def terms(kept: Tensor | None) -> Tensor:
-            if z is None or log_det is None:
+            if z is None or log_det is None or kept is not None:  # a row that is not finite stays in the task's graph
                 points, given = _rows(x, kept), None if context is None else _rows(context, kept)
                 return _negative(*model.forward_and_log_det(points, given)) + constant
-            return _negative(_rows(z, kept), _rows(log_det, kept)) + constant
+            return _negative(z, log_det) + constant
 
         found = self._finite_only(terms, len(x))
         return found.mean() if len(found) else x.new_zeros(())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class Call:
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
 
     def __post_init__(self) -> None:
+        self.modes = [(module, module.training) for module in self.bijection.modules()]
+        self.versions: dict[str, tuple[Tensor, int]] = {}
         self.draws = [any(map(draws_numbers, unit.modules)) for unit in self.units]
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
         self.windows = windows(self.units)
@@ -65,8 +68,8 @@ class Call:
     def run(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """The output, its log-determinant, and the states that are stored."""
         self.conditions, self.seeds = Conditions.now(x), Seeds(x.device)
-        self.seeds.remember(-1, only_if=any(self.draws))
-        anchors = set() if self.watch is None else {k for inverse, k in self.watch.anchors if inverse == self.inverse}
+        self.seeds.begin()
+        anchors = set() if self.watch is None else self.watch.places(self.inverse, x.element_size() * x.numel())
         if self.watch is not None and not self.checkpoint and not self.watch.rest:
             self.fingerprint = self.watch.fingerprint(x.device)
         logs: list[Tensor] = []
@@ -79,19 +82,22 @@ class Call:
                 k and self.fingerprint is not None and not unit.rearranges
             ):  # moving entries around does not change a drift
                 self.prints[k] = self.fingerprint.of(x)
-            self.seeds.remember(k, only_if=self.draws[k])
             x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det)
+            self.draws[k] = self.seeds.moved(k) or self.draws[k]
             if log is not None:
                 logs.append(log)
         self.done()
+        self.versions = _versions(self.bijection)
         return x, _total(logs, x) if self.log_det else None, stored
 
     # ---- backward
 
     def pull(self, back: Backward) -> tuple[Tensor, _Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
+        self._require_unchanged()
         try:
-            return self._pull(back)
+            with _modes(self.modes):
+                return self._pull(back)
         finally:
             self.done()
 
@@ -101,8 +107,8 @@ class Call:
             return self._recompute(back)
         if watch is None:
             return self._walk(back)[:2]
-        if watch.rest:
-            watch.rest, watch.steps, watch.repaired = watch.rest - 1, watch.steps + 1, watch.repaired + 1
+        if self.fingerprint is None:  # this call was made while resting
+            watch.rest, watch.steps, watch.repaired = max(0, watch.rest - 1), watch.steps + 1, watch.repaired + 1
             return self._recompute(back)
         grad, result, drifts = self._walk(back)
         if self._drifted(watch, drifts, back.x) or self._spot_check(watch, back):
@@ -160,10 +166,14 @@ class Call:
         every = watch.guard.spot_check
         if not every or watch.steps % every or (back.x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
-        few = back if any(self.draws) or any(self.norms) else back.rows(8)
-        walked, true = self._walk(few, watched=False)[1].parameters, self._recompute(few)[1].parameters
+        together = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.bijection.modules())
+        few = back if any(self.draws) or together else back.rows(8)
+        (g_walked, walked), (g_true, true) = self._walk(few, watched=False)[:2], self._recompute(few)
         watch.spot_checks += 1
-        found = angle([walked[p] for p in true], list(true.values()))
+        found = angle(
+            [g_walked, *(walked.parameters.get(p, torch.zeros_like(p)) for p in true.parameters)],
+            [g_true, *true.parameters.values()],
+        )
         watch.worst_angle = max(watch.worst_angle, found) if not math.isnan(found) else math.inf
         if found <= 1e-2:
             return False
@@ -201,14 +211,32 @@ class Call:
             stop = begin
         return grad, result
 
+    def _require_unchanged(self) -> None:
+        """Trainable parameters are watched by autograd; frozen ones, buffers and swaps are watched here."""
+        now = {name: p for name, p in self.bijection.named_parameters() if p.requires_grad}
+        if [id(p) for p in self.parameters if p.requires_grad] != [id(p) for p in now.values()]:
+            known = {id(p) for p in self.parameters}
+            if any(id(p) not in known for p in now.values()):
+                raise DriftError(
+                    "the parameters of the network are other ones than at the call (torch.func.functional_call, or a new "
+                    "parameter): use Reversible(..., memory='stored') there."
+                )
+        for name, (tensor, version) in self.versions.items():
+            if tensor._version != version:
+                raise DriftError(
+                    f"{name!r} was changed in place between the call and its backward pass: the activations cannot be "
+                    "recovered. Change it after the backward pass."
+                )
+
     def _require_same(self, z: Tensor, before: Tensor) -> None:
         if z.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         difference = float(true_drift(z, before))
-        if not difference <= 1e-2 and bool(torch.isfinite(before).all()):
+        limit = 10 * math.sqrt(torch.finfo(z.dtype).eps)
+        if not difference <= limit and bool(torch.isfinite(before).all()):
             raise DriftError(
-                f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic, "
-                "or its parameters or buffers have changed since. Mark a module that draws numbers with stochastic = True."
+                f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
+                "with a generator of its own, or its parameters or buffers have changed since. Draw from torch's global generators."
             )
 
 
@@ -227,6 +255,32 @@ class Backward:
         """The first samples only."""
         cut = [None if t is None else t[:count] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
         return Backward(cut[0], cut[1], cut[2], tuple(t[:count] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Frozen parameters and buffers with their versions; running statistics may move, they are not used in training mode."""
+    moving = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training
+        for buffer in part.buffers(recurse=False)
+    }
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    still = [(name, b) for name, b in module.named_buffers() if id(b) not in moving]
+    return {name: (t, t._version) for name, t in (*frozen, *still) if not t.is_inference()}
+
+
+@contextlib.contextmanager
+def _modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Training or evaluation mode as it was at the call."""
+    changed = [(module, module.training) for module, mode in modes if module.training != mode]
+    for module, mode in modes:
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in changed:
+            module.training = mode
 
 
 class _Sum:
@@ -279,7 +333,8 @@ def _differentiable(call: Call, back: Backward, parameters: Sequence[Tensor]):
     b, context = call.bijection, back.context
     x = back.x if back.x.requires_grad else back.x.detach().requires_grad_()
     norms = [norm for unit in call.norms for norm in unit]
-    with call.seeds.again(-1), call.conditions.again(), frozen_statistics(norms):
+    call._require_unchanged()
+    with _modes(call.modes), call.seeds.again(-1), call.conditions.again(), frozen_statistics(norms):
         if call.log_det:
             outputs = list((b.inverse_and_log_det if call.inverse else b.forward_and_log_det)(x, context))
         else:
@@ -304,6 +359,8 @@ def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
     """
     a = torch.cat([t.detach().double().flatten() for t in u]) if u else torch.zeros(1)
     b = torch.cat([t.detach().double().flatten() for t in v]) if v else torch.zeros(1)
+    if not a.any() and not b.any():
+        return 0.0
     a, b = a / a.norm(), b / b.norm()
     return float(2 * torch.atan2((a - b).norm(), (a + b).norm()))
 

@@ -121,7 +121,7 @@ class Fingerprint:
         self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of(self, x: Tensor) -> Tensor:
-        """The fingerprint, shape `(batch, 2)`."""
+        """The fingerprint and the norm, shape `(batch, 3)`."""
         flat = x.flatten(1)
         size = flat.shape[1]
         if (size, x.dtype) not in self.signs:
@@ -132,22 +132,18 @@ class Fingerprint:
         signed = flat * self.signs[size, x.dtype]
         if size % 2:
             signed = torch.nn.functional.pad(signed, (0, 1))
-        return signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
+        sums = signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
+        return torch.cat((sums, torch.linalg.vector_norm(flat, dim=1, keepdim=True).double()), 1)
 
 
 def drifts_of(before: list[Tensor], after: list[Tensor]) -> Tensor:
     """The largest drift over the samples, for each pair of fingerprints, relative to the activation of that sample there.
 
-    The expected square of a fingerprint is that of the norm of what it was taken of, so that the fingerprints themselves say how
-    large an activation is. One alone may be small by chance: each is averaged with its neighbours in the chain, in units of what
-    is typical at each place. A batch with outliers hides nothing, since every sample is measured by itself. What is not finite
-    has drifted infinitely far.
+    What is not finite has drifted infinitely far.
     """
     old, new = torch.stack(before), torch.stack(after)
-    apart, size = (new - old).square().sum(2), old.square().sum(2)
-    typical = (size + 1e-60).log().mean(1, keepdim=True).exp()  # no outlier moves a geometric mean far
-    near = torch.nn.functional.avg_pool1d((size / typical).T, 5, 1, 2, count_include_pad=False).T
-    ratio = (apart / (near * typical + 1e-60)).sqrt().amax(1)
+    apart, size = (new - old)[..., :2].square().sum(2).sqrt(), old[..., 2]
+    ratio = (apart / (size + 1e-6 * size.mean(1, keepdim=True) + 1e-30)).amax(1)
     return torch.where(torch.isfinite(ratio), ratio, torch.inf)
 
 
@@ -183,6 +179,16 @@ class Watch:
         if device not in self.counters:
             self.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
         return Fingerprint(self.counters[device].add_(1))
+
+    def places(self, inverse: bool, size: int) -> set[int]:
+        """The states to be stored in a call of this size, as many as the budget allows."""
+        found, spent = set(), 0
+        for way, k in self.anchors:
+            cost = size if k else 0  # the input is stored anyway
+            if way == inverse and spent + cost <= self.guard.budget:
+                found.add(k)
+                spent += cost
+        return found
 
     def report(self) -> GuardReport:
         """The present state."""

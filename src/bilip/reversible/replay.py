@@ -42,13 +42,39 @@ class Seeds:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.last: tuple[Tensor, Tensor | None] | None = None
 
-    def remember(self, k: int, *, only_if: bool = True) -> None:
-        """Keep the present state for unit `k`."""
-        if not only_if:
-            return
-        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self.states[k] = (torch.get_rng_state(), on_device)
+    def begin(self) -> None:
+        """Before the first unit."""
+        self.last = self._now()
+        if self.last is not None:
+            self.states[-1] = self.last
+
+    def remember(self, k: int) -> None:
+        """Keep the present state under `k`."""
+        now = self._now()
+        if now is not None:
+            self.states[k] = now
+
+    def moved(self, k: int) -> bool:
+        """After unit `k`: did it draw numbers? Then the state before it is kept, whatever its modules say of themselves."""
+        before, self.last = self.last, self._now()
+        if before is None or self.last is None:
+            return False
+        same = torch.equal(before[0], self.last[0])
+        if before[1] is not None and self.last[1] is not None:
+            same = same and torch.equal(before[1], self.last[1])
+        if not same:
+            self.states[k] = before
+        return not same
+
+    def _now(self) -> tuple[Tensor, Tensor | None] | None:
+        """The present state; none while a CUDA graph is captured, which cannot be asked."""
+        if self.device.type != "cuda":
+            return torch.get_rng_state(), None
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
 
     @contextlib.contextmanager
     def again(self, k: int) -> Iterator[None]:

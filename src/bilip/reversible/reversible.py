@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from bilip.adapters import as_bijection
@@ -93,7 +93,7 @@ class Reversible(Bijection):
         wanted = torch.is_grad_enabled() and (
             bool(parameters) or x.requires_grad or (context is not None and context.requires_grad)
         )
-        if not wanted or self.memory == "stored" or _transformed(x):
+        if not wanted or not len(x) or self.memory == "stored" or _transformed(x) or self._swapped(parameters):
             b = self.bijection
             if log_det:
                 return (b.inverse_and_log_det if inverse else b.forward_and_log_det)(x, context)
@@ -106,6 +106,12 @@ class Reversible(Bijection):
         )
         result = MemorySaving.apply(call, x, context, *parameters)
         return result if log_det else (result,)  # type: ignore[return-value]
+
+    def _swapped(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether tensors stand in for parameters: torch.func.functional_call, or a replica of DataParallel. Those store."""
+        if getattr(self, "_is_replica", False):
+            return True
+        return any(not isinstance(p, nn.Parameter) for p in parameters)
 
     # ---- the guard
 

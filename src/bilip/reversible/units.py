@@ -266,7 +266,7 @@ def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list
     while k < len(parts):
         name, part = parts[k]
         after = parts[k + 1][1] if k + 1 < len(parts) else None
-        if type(part) is ActNorm and part._ready and part.dim == 1 and _is_free(after, part.features):
+        if type(part) is ActNorm and part._ready and part.dim == 1 and _plain(part) and _is_free(after, part.features):
             units.append(Mixing(parts[k + 1][0], part, after, inverse=inverse))  # type: ignore[arg-type]
             k += 1
         else:
@@ -278,19 +278,29 @@ def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list
 def _unit(name: str, part: Bijection, *, inverse: bool) -> Unit:
     if isinstance(part, OnKept):
         return Kept(_unit(name, part.block, inverse=inverse), part.kept_shape, part.kept_latent)
-    if type(part) in (AdditiveCoupling, AffineCoupling):
+    if type(part) in (AdditiveCoupling, AffineCoupling) and _plain(part):
         return Coupling(name, part, inverse=inverse)
     if _is_free(part):
         return Mixing(name, None, part, inverse=inverse)  # type: ignore[arg-type]
-    if part.rearranges:
+    if part.rearranges and _plain(part):
         return Rearranging(name, part, inverse=inverse)
     return Generic(name, part, inverse=inverse)
 
 
 def _is_free(part: Bijection | None, features: int | None = None) -> bool:
-    if type(part) is not InvertibleConv1x1 or part.kind != "full":
+    if (
+        type(part) is not InvertibleConv1x1
+        or part.kind != "full"
+        or not _plain(part)
+        or "weight" not in part._parameters
+    ):
         return False
     return features is None or part.channels == features
+
+
+def _plain(part: Bijection) -> bool:
+    """Whether nobody watches or changes the calls of a block, so that it may be evaluated in another way."""
+    return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
 def windows(units: Sequence[Unit]) -> list[range]:
