@@ -1,6 +1,6 @@
 """Memory-saving gradients that cannot be silently wrong."""
 
-from bilip.reversible.function import angle
+from bilip.reversible.angle import angle
 from bilip.reversible.guard import DriftWarning, Guard, GuardReport
 from bilip.reversible.reversible import Reversible
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Conditions", "Seeds", "batch_norms", "draws_numbers", "frozen_statistics"]
+__all__ = ["Conditions", "Seeds", "batch_norms", "draws_numbers", "frozen_statistics", "modes_again", "versions_of"]
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,29 @@ def frozen_statistics(norms: list[nn.Module]) -> Iterator[None]:
     finally:
         for part in norms:
             part.track_running_stats = True  # type: ignore[assignment]
+
+
+def versions_of(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Frozen parameters and buffers with their versions; running statistics may move, they are not used in training mode."""
+    moving = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training
+        for buffer in part.buffers(recurse=False)
+    }
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    still = [(name, b) for name, b in module.named_buffers() if id(b) not in moving]
+    return {name: (t, t._version) for name, t in (*frozen, *still) if not t.is_inference()}
+
+
+@contextlib.contextmanager
+def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Training or evaluation mode as it was at the call."""
+    changed = [(module, module.training) for module, mode in modes if module.training != mode]
+    for module, mode in modes:
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in changed:
+            module.training = mode

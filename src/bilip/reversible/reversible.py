@@ -14,7 +14,8 @@ from bilip.blocks import Bijection
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box
 from bilip.errors import InputError
-from bilip.reversible.function import Call, MemorySaving
+from bilip.reversible.call import Call
+from bilip.reversible.function import MemorySaving
 from bilip.reversible.guard import Guard, GuardReport, Watch
 from bilip.reversible.units import make_units
 
