@@ -13,7 +13,7 @@ from torch import nn
 from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
-from bilip.reversible import DriftWarning, Guard, Reversible, angle, function
+from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.guard import REST, Fingerprint, drifts_of
 
 TOLERANCE = Guard().limit(torch.float32)
@@ -213,8 +213,8 @@ def test_a_healthy_model_is_left_alone():
 def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     model, x = planted(1e-9)
     stored = gradient(model, model, x)
-    monkeypatch.setattr(function, "drifts_of", lambda before, after: torch.zeros(len(before)))
-    monkeypatch.setattr(function, "true_drift", lambda y, known: torch.zeros(()))
+    monkeypatch.setattr(call, "drifts_of", lambda before, after: torch.zeros(len(before)))
+    monkeypatch.setattr(call, "true_drift", lambda y, known: torch.zeros(()))
     guarded = Reversible(model, Guard(spot_check=2))
     assert off(gradient(guarded, model, x), stored) > 1e-2  # blind
     with pytest.warns(DriftWarning, match="spot check"):
