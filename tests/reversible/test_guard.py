@@ -175,8 +175,8 @@ def test_zero_budget_goes_straight_to_recomputing(monkeypatch):
     model, x = planted(1e-9)
     guarded = Reversible(model, Guard(budget=0))
     walks = []
-    walk = function.Call._walk
-    monkeypatch.setattr(function.Call, "_walk", lambda self, back: walks.append(1) or walk(self, back))
+    walk = call.Call._walk
+    monkeypatch.setattr(call.Call, "_walk", lambda self, back: walks.append(1) or walk(self, back))
     for _ in range(REST + 2):
         assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-3
     assert len(walks) == 2  # the first step, and the one that looks again
