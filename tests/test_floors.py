@@ -17,7 +17,7 @@ FLOORS = [
     ["reversible"],
     ["objectives", "regularizers"],
     ["probes"],
-    ["_verdicts"],
+    ["_budget", "_verdicts"],
     ["_audit", "testing"],
     ["training"],
     ["recipes", "cli"],

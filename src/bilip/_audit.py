@@ -6,13 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from bilip import probes as p
+from bilip._budget import BUDGETS, Budget, budget_named
 from bilip._verdicts import Thresholds, judge
 from bilip.data import Source, as_source, noise
 from bilip.data.noise import NOISE_NAMES
@@ -23,48 +24,6 @@ from bilip.record import AuditRecord, Measurement, environment
 __all__ = ["BUDGETS", "Budget", "audit"]
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much an audit may cost.
-
-    Attributes:
-        samples: Samples of each source; `None` for all.
-        batch: Samples in one batch.
-        noise: Samples of each source of noise.
-        draws: Samples drawn from the model.
-        walk: Samples followed block by block.
-        spectra: Samples whose Jacobian is taken.
-        exact: Largest dimension for whole Jacobians.
-        steps: Lanczos steps for larger ones.
-        attack: Samples attacked; 0 leaves the attack out.
-        attack_steps: Steps of the attack.
-        precision: Samples on the precision ladder; 0 leaves it out.
-        repeats: Repeated round trips.
-        gradients: Samples whose memory-saving gradients are compared with stored ones; 0 leaves them out.
-    """
-
-    samples: int | None
-    batch: int
-    noise: int
-    draws: int
-    walk: int
-    spectra: int
-    exact: int
-    steps: int
-    attack: int
-    attack_steps: int
-    precision: int
-    repeats: int
-    gradients: int
-
-
-BUDGETS = {
-    "quick": Budget(512, 256, 512, 256, 32, 2, 64, 30, 4, 12, 32, 4, 32),
-    "standard": Budget(4096, 256, 2048, 1024, 64, 4, 256, 80, 8, 200, 128, 10, 128),
-    "thorough": Budget(None, 256, 10_000, 4096, 256, 16, 3072, 200, 32, 200, 512, 10, 256),
-}
 
 
 def audit(
@@ -111,7 +70,7 @@ def audit(
         ('safe', 'safe')
     """
     started = time.monotonic()
-    spent = budget if isinstance(budget, Budget) else _budget(budget)
+    spent = budget if isinstance(budget, Budget) else budget_named(budget)
     for label, value, least, most in (("seed", seed, 0, 2**63 - 1), ("bits", bits, 1, 32)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise InputError(f"audit({label}={value!r}): expected a whole number, {least} to {most}.")
@@ -164,12 +123,6 @@ def audit(
         environment=environment() | _device(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def _budget(name: str) -> Budget:
-    if name not in BUDGETS:
-        raise InputError(f"audit(budget={name!r}): expected {', '.join(map(repr, BUDGETS))} or a Budget.")
-    return BUDGETS[name]
 
 
 def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
