@@ -119,7 +119,7 @@ RECORDS = st.builds(
     environment=st.dictionaries(NAMES, NAMES, max_size=3),
     created=NAMES,
 )
-PATIENT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+PATIENT = settings(settings.default, suppress_health_check=list(HealthCheck))
 
 
 @PATIENT

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from bilip.report.format import number, power
+from bilip.report.format import as_float, number, power
 
 __all__ = ["LogScale"]
 
@@ -25,7 +25,7 @@ class LogScale:
     """
 
     def __init__(self, values: Iterable[Any], ceiling: int | None = None) -> None:
-        numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        numbers = [as_float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
         logs = [math.log10(abs(v)) for v in numbers if v and math.isfinite(v)]
         self.low, self.high = math.floor(min(logs, default=-1) + 0.05), math.ceil(max(logs, default=0) - 0.05)
         self.has_over = ceiling is not None and max(logs, default=0.0) > ceiling + 2
@@ -43,6 +43,7 @@ class LogScale:
         """Where a value stands; None for a missing one."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
+        value = as_float(value)  # a whole number may be beyond every float
         if value == 0:
             return self.zero
         if not math.isfinite(value):
