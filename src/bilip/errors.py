@@ -18,6 +18,7 @@ __all__ = [
     "PartitionError",
     "RecordError",
     "SolverFailed",
+    "TrainingDiverged",
     "UnknownLipschitz",
 ]
 
@@ -88,3 +89,11 @@ class NotMeasured(BilipError, RuntimeError):
 
 class DriftError(BilipError, RuntimeError):
     """A memory-saving backward pass whose activations are not those of the forward pass."""
+
+
+class TrainingDiverged(BilipError, RuntimeError):
+    """A loss that was not finite; `step` is where."""
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,29 @@ from bilip.blocks.bijection import Bijection
 from bilip.bounds import Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
 
-__all__ = ["ActNorm"]
+__all__ = ["ActNorm", "shared_statistics"]
+
+_sum: Callable[[Tensor], Tensor] = lambda value: value  # noqa: E731 - replaced while statistics are shared
+
+
+@contextlib.contextmanager
+def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While it is open, ActNorms start from the batches of all processes; every process has to run the same model.
+
+    Args:
+        sum_over_processes: The sum of a tensor over the processes.
+
+    Example:
+        >>> block = ActNorm(1)
+        >>> with shared_statistics(lambda value: value):  # one process
+        ...     _ = block(torch.randn(8, 1))
+    """
+    global _sum
+    before, _sum = _sum, sum_over_processes
+    try:
+        yield
+    finally:
+        _sum = before
 
 
 class ActNorm(Bijection):
@@ -62,7 +86,9 @@ class ActNorm(Bijection):
         values = x.detach().movedim(self.dim, 0).flatten(1).double()
         if not torch.isfinite(values).all():
             raise InputError("ActNorm: the batch it should start from holds NaN or Inf.")
-        mean, deviation = values.mean(1), values.std(1)
+        count = _sum(values.new_tensor(float(values.shape[1])))
+        mean = _sum(values.sum(1)) / count
+        deviation = (_sum((values - mean[:, None]).square().sum(1)) / (count - 1)).sqrt()
         self.bias.copy_(-mean)
         self.log_scale.copy_(-(deviation + 1e-6).log())
         self._mark(True)

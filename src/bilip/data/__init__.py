@@ -2,6 +2,7 @@
 
 from bilip.data.convert import as_source
 from bilip.data.dequantize import Cell, cell, dequantize
+from bilip.data.draws import seed_of
 from bilip.data.images import Images, cifar10, load_images
 from bilip.data.noise import NOISE_NAMES, noise
 from bilip.data.source import Batch, Source, Statistics
@@ -22,5 +23,6 @@ __all__ = [
     "gaussians",
     "load_images",
     "noise",
+    "seed_of",
     "two_moons",
 ]

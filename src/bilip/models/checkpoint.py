@@ -7,7 +7,6 @@ executed.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import bilip
 from bilip.blocks import Bijection, Flow
 from bilip.errors import CheckpointError, MissingExtra
 from bilip.models._config import build, config_of, remembers
+from bilip.record import write_aside
 
 __all__ = ["flow", "load", "save"]
 
@@ -57,8 +57,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     # The weights first: a folder with new weights and an old config fails to load; it never loads as something else.
-    _replace(target / "model.safetensors", safetensors.save(state, metadata={"format": "pt"}))
-    _replace(target / "config.json", text.encode())
+    write_aside(target / "model.safetensors", safetensors.save(state, metadata={"format": "pt"}))
+    write_aside(target / "config.json", text)
 
 
 def load(folder: str | Path) -> Any:
@@ -118,15 +118,6 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} has version {document.get('version')!r}; this bilip reads version {VERSION}. Upgrade bilip."
         )
     return document
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _some(items: list[str]) -> str:

@@ -26,17 +26,18 @@ def environment() -> dict[str, str]:
     return found
 
 
-def write_aside(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all: aside first, then renamed."""
+def write_aside(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: aside first, then renamed."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(path)
     if not target.name:
         raise InputError(f"cannot write {str(path)!r}: expected the name of a file.")
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if target.exists() and not target.is_file() and not target.is_dir():  # a pipe or a device is no file to replace
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
             return
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(data)
         os.replace(aside, target)
     except OSError as error:
         raise InputError(f"cannot write {target} ({error.strerror}).") from error

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip.blocks import ActNorm, Bijection
+from bilip.data import seed_of
 from bilip.errors import InputError
 from bilip.regularizers.penalty import Latent, Penalty
 from bilip.reversible.replay import Seeds, draws_numbers
@@ -18,7 +19,6 @@ __all__ = ["FiniteDifference"]
 
 MODES = ("both", "forward", "inverse")
 SCALINGS = ("clean", "original")
-_MASK = 2**64 - 1
 
 
 class FiniteDifference(Penalty):
@@ -113,10 +113,7 @@ class FiniteDifference(Penalty):
     def _generator(self, device: torch.device, step: int) -> torch.Generator | None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
-        mixed = (self.seed * 0x9E3779B97F4A7C15 + step + 1) & _MASK
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
-        return torch.Generator(device=device).manual_seed((mixed ^ (mixed >> 31)) >> 1)
+        return torch.Generator(device=device).manual_seed(seed_of(self.seed, step, "finite difference"))
 
     def _scaled(self, v: Tensor) -> Tensor:
         """A step for each sample, length eps in the clean scaling."""

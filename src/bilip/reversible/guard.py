@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ __all__ = ["DriftWarning", "Fingerprint", "Guard", "GuardReport", "Watch"]
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20
+_PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "rest")
 _ODD, _OTHER = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
 
 
@@ -171,13 +173,14 @@ class Watch:
     spot_checks: int = 0
     worst_angle: float = 0.0
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
+    count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     flag: Tensor | None = None  # largest drift over the limit of a captured step; read by the training loop
 
     def fingerprint(self, device: torch.device) -> Fingerprint:
         """New signs."""
         if device not in self.counters:
-            self.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+            self.counters[device] = torch.full((), self.count, dtype=torch.int64, device=device)
         return Fingerprint(self.counters[device].add_(1))
 
     def places(self, inverse: bool, size: int) -> set[int]:
@@ -203,6 +206,22 @@ class Watch:
             self.spot_checks,
             self.worst_angle,
         )
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is carried from step to step, as JSON values."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        count = max((int(c) for c in self.counters.values()), default=self.count)
+        anchors = [[way, k, size, self.names[way, k]] for (way, k), size in self.anchors.items()]
+        return {**plain, "drift": dict(self.drift), "worst": dict(self.worst), "count": count, "anchors": anchors}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        for name in (*_PLAIN, "count"):
+            setattr(self, name, state[name])
+        self.drift, self.worst = dict(state["drift"]), dict(state["worst"])
+        self.anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
+        self.names = {(bool(way), int(k)): name for way, k, _, name in state["anchors"]}
+        self.counters.clear()
 
     def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
         """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""

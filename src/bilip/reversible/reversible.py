@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box
-from bilip.errors import InputError
+from bilip.errors import CheckpointError, InputError
 from bilip.reversible.call import Call
 from bilip.reversible.function import MemorySaving
 from bilip.reversible.guard import Guard, GuardReport, Watch
@@ -125,6 +125,28 @@ class Reversible(Bijection):
         if self._watch is None:
             raise InputError("Reversible was built with guard=None: nothing was watched.")
         return self._watch.report()
+
+    def guard_state(self) -> dict[str, Any]:
+        """What the guard carries from step to step, as JSON values; empty without a guard. For checkpoints."""
+        return {} if self._watch is None else self._watch.state()
+
+    def load_guard_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as the guard whose `guard_state()` this was.
+
+        Example:
+            >>> from bilip.models import real_nvp
+            >>> one, two = (Reversible(real_nvp(4, blocks=2)) for _ in range(2))
+            >>> one(torch.randn(8, 4)).sum().backward()
+            >>> two.load_guard_state(one.guard_state())
+            >>> two.report().steps
+            1
+        """
+        if self._watch is None or not state:
+            return
+        try:
+            self._watch.load(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
     def drift_flag(self) -> Tensor | None:
         """On a GPU: the largest drift over its limit since the flag was last zeroed, as a number on the device.

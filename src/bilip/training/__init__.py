@@ -1,0 +1,37 @@
+"""The training loop on Lightning Fabric, its checkpoints, and a callback for Lightning code of your own."""
+
+from typing import TYPE_CHECKING
+
+from bilip.training.average import Average
+from bilip.training.log import Log, read_log
+from bilip.training.loop import Trained, train
+from bilip.training.machines import launch
+from bilip.training.settings import Settings
+from bilip.training.state import load_weights, read_state, save_state
+from bilip.training.task import Task
+
+if TYPE_CHECKING:
+    from bilip.training.callback import StabilityCallback
+
+__all__ = [
+    "Average",
+    "Log",
+    "Settings",
+    "StabilityCallback",
+    "Task",
+    "Trained",
+    "launch",
+    "load_weights",
+    "read_log",
+    "read_state",
+    "save_state",
+    "train",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "StabilityCallback":  # a subclass of Lightning's own: needs Lightning to exist
+        from bilip.training.callback import StabilityCallback
+
+        return StabilityCallback
+    raise AttributeError(f"module 'bilip.training' has no attribute {name!r}")

@@ -1,0 +1,106 @@
+"""What a run writes down while it trains: CSV files, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bilip.errors import CheckpointError
+
+__all__ = ["Log", "read_log"]
+
+
+class Log:
+    """Rows of numbers, in one CSV file for each kind, and as scalars for TensorBoard.
+
+    A resumed run cuts the files back to where its checkpoint was, so that they end as those of a run that was never stopped.
+
+    Args:
+        folder: Where the files go; `None` writes nothing, for all processes but the first.
+        sizes: Bytes of each file at the checkpoint; `None` begins anew.
+        step: The step of the checkpoint.
+        tensorboard: Whether to write for TensorBoard as well.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = Log(folder, tensorboard=False)
+        ...     log.write("train", 1, {"loss": 2.0})
+        ...     log.close()
+        ...     read_log(folder, "train")
+        {'step': [1.0], 'loss': [2.0]}
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        sizes: Mapping[str, int] | None = None,
+        step: int = 0,
+        *,
+        tensorboard: bool = True,
+    ) -> None:
+        self.folder, self._board = folder, None
+        self._columns: dict[str, list[str]] = {}
+        self.sizes = dict(sizes or {})
+        if folder is None:
+            return
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*.csv"):
+            if path.stem not in self.sizes:
+                path.unlink()
+            else:
+                with path.open("r+b") as file:
+                    file.truncate(self.sizes[path.stem])
+        self._board = _board(self.folder / "tensorboard", step) if tensorboard else None
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Add a row; all rows of a kind have the same names."""
+        if self.folder is None:
+            return
+        path = Path(self.folder) / f"{kind}.csv"
+        names = ["step", *values]
+        if kind not in self._columns and path.exists():
+            with path.open(newline="") as file:
+                self._columns[kind] = next(csv.reader(file))
+        if self._columns.setdefault(kind, names) != names:
+            raise CheckpointError(
+                f"{path} has the columns {', '.join(self._columns[kind])}; this run writes {', '.join(names)}. Choose another folder."
+            )
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if not path.exists():
+            writer.writerow(names)
+        writer.writerow([step, *(repr(float(value)) for value in values.values())])
+        with path.open("ab") as file:
+            file.write(text.getvalue().encode())
+            self.sizes[kind] = file.tell()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Finish the files."""
+        if self._board is not None:
+            self._board.close()
+
+
+def read_log(folder: str | Path, kind: str) -> dict[str, list[float]]:
+    """The columns of a CSV file that a run wrote; empty if it wrote none."""
+    path = Path(folder) / f"{kind}.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))
+    return {name: [float(row[k]) for row in rows[1:]] for k, name in enumerate(rows[0])}
+
+
+def _board(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step or None)

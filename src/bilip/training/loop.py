@@ -1,0 +1,145 @@
+"""The loop: data, step, log, evaluation, checkpoint, until the last step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bilip.data import seed_of
+from bilip.errors import TrainingDiverged
+from bilip.training.machines import launch
+from bilip.training.progress import shown
+from bilip.training.run import Run
+from bilip.training.settings import Settings
+from bilip.training.state import save_state
+from bilip.training.task import Task
+
+__all__ = ["Trained", "train"]
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a run ended.
+
+    Attributes:
+        folder: `last.safetensors`, `best.safetensors` if a test loss was evaluated, `train.csv`, `evaluation.csv`.
+        steps: Steps done.
+        best_step: Steps done when the test loss was smallest; 0 if none was evaluated.
+        best_loss: That test loss.
+        main: Whether this process is the one that writes and measures.
+    """
+
+    folder: Path
+    steps: int
+    best_step: int
+    best_loss: float
+    main: bool
+
+
+def train(
+    task: Task, settings: Settings, folder: str | Path, *, fabric: Any = None, progress: Progress | None = None
+) -> Trained:
+    """Train a model, or go on where an earlier run in the same folder was stopped.
+
+    Every random number is a function of seed, step and purpose, so a run that was killed at any moment and resumed ends with the same
+    weights and logs as one that was not: bit for bit on a CPU with the same number of threads. Ctrl-C saves before it stops.
+
+    Args:
+        task: Model, data and loss. The model ends with the last weights (those of the average are in `last.safetensors`).
+        settings: Optimizer, schedule, cadence, machines.
+        folder: Where checkpoints and logs go.
+        fabric: A launched Fabric, for several runs in one program; by default one is made from the settings.
+        progress: Called as `progress(done, steps, latest)`; by default a bar in the terminal.
+
+    Raises:
+        TrainingDiverged: A loss was not finite.
+        CheckpointError: The folder holds a run of another model or with other settings.
+
+    Example:
+        >>> import tempfile
+        >>> from bilip import Flow, models
+        >>> from bilip.data import checkerboard
+        >>> task = Task(
+        ...     model=Flow(models.real_nvp(2, blocks=2)),
+        ...     batch=lambda draw: (checkerboard(64, draw("data")),),
+        ...     loss=lambda model, step, x: {"loss": -model.log_prob(x).mean()},
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train(task, Settings(steps=5, device="cpu"), folder).steps
+        5
+    """
+    with contextlib.ExitStack() as stack:
+        show = progress or stack.enter_context(shown())
+        run = Run(task, settings, Path(folder), launch(settings) if fabric is None else fabric)
+        stack.callback(run.log.close)
+        try:
+            _to_the_end(run, show)
+        except KeyboardInterrupt:
+            run.save()
+            raise
+    return Trained(run.folder, run.done, run.best_step, run.best_loss, run.main)
+
+
+def _to_the_end(run: Run, progress: Progress) -> None:
+    settings, latest = run.settings, {}
+    while run.done < settings.steps:
+        step = run.done
+        run.set_rate(settings.rate(step))
+        torch.manual_seed(seed_of(settings.seed, step, f"nets {run.fabric.global_rank}"))
+        for name, value in run.step(step, run.batch(step)).items():
+            run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
+        run.done = step + 1
+        if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
+            latest |= _logged(run)
+        if settings.due(settings.evaluate_every, run.done):
+            latest |= _evaluated(run)
+        if settings.due(settings.save_every, run.done):
+            run.save()
+        progress(run.done, settings.steps, latest)
+    run.fabric.barrier()
+
+
+def _logged(run: Run) -> dict[str, float]:
+    """Log the mean losses since the last row."""
+    since = run.done % run.settings.log_every or run.settings.log_every
+    means = {name: run.fabric.all_reduce(value / since, reduce_op="mean") for name, value in run.sums.items()}
+    run.sums.clear()
+    values = {name: float(value) for name, value in means.items()}
+    if not math.isfinite(values["loss"]):
+        when = f"in step {run.done}" if run.exact else f"in step {run.done} or up to {since - 1} before"
+        last = f"the last good checkpoint is {run.last}" if run.last.exists() else "no checkpoint was saved before"
+        raise TrainingDiverged(
+            f"training diverged: the loss was {values['loss']} {when}; {last}. Lower the learning rate, clip gradients, or add a "
+            "penalty.",
+            step=run.done,
+        )
+    run.log.write("train", run.done, {**values, "lr": run.settings.rate(run.done - 1)})
+    return values
+
+
+def _evaluated(run: Run) -> dict[str, float]:
+    """Log what the task measures, and keep the weights with the smallest test loss."""
+    if run.task.evaluate is None or not run.main:
+        return {}
+    model = run.task.model
+    modes = {part: part.training for part in model.modules()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), run.average.in_place() if run.average else contextlib.nullcontext():
+            torch.manual_seed(seed_of(run.settings.seed, run.done, "evaluation"))
+            found = {name: float(value) for name, value in run.task.evaluate(model.eval(), run.done).items()}
+            if found.get("test_loss", math.inf) < run.best_loss:
+                run.best_step, run.best_loss = run.done, found["test_loss"]
+                save_state(run.folder / "best.safetensors", run.weights(), {"step": run.done})
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    run.log.write("evaluation", run.done, found)
+    return found

@@ -1,0 +1,108 @@
+"""How a model is trained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bilip.errors import InputError
+
+__all__ = ["Settings"]
+
+# What may differ between a run and its continuation: none of it changes a number.
+FREE = ("log_every", "save_every", "device", "devices", "nodes", "capture")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Optimizer, schedule, cadence and machines of one run.
+
+    Args:
+        steps: Steps in all.
+        lr: Learning rate of Adam.
+        betas: Its two decay rates.
+        warmup: Steps over which the rate grows linearly from `lr / warmup`.
+        milestones: Steps at which the rate is multiplied by `decay`.
+        decay: That factor.
+        weight_decay: Of Adam, decoupled (AdamW) where it is not 0.
+        clip: Largest norm of a gradient; `None` for no clipping.
+        ema: Decay of an exponential moving average of the weights, which is then what is evaluated; `None` for none.
+        accumulate: Batches whose gradients are averaged in a step.
+        seed: Every random number is a function of it, the step and a purpose.
+        evaluate_every: Steps from one evaluation to the next; 0 for one at the end only.
+        save_every: Steps from one checkpoint to the next; 0 for one at the end only.
+        log_every: Steps from one logged row to the next.
+        precision: As Lightning Fabric names it: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`.
+        device: `"auto"`, `"cpu"` or `"cuda"`.
+        devices: Processes on one machine, one for each device; on a CPU, so many processes.
+        nodes: Machines.
+        capture: Whether steps run as CUDA graphs; `None` for wherever they can: on one GPU, without gradient scaling.
+
+    Example:
+        >>> settings = Settings(steps=100, lr=0.1, warmup=10, milestones=(50,))
+        >>> [round(settings.rate(step), 3) for step in (0, 4, 9, 49, 50)]
+        [0.01, 0.05, 0.1, 0.1, 0.01]
+    """
+
+    steps: int
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup: int = 0
+    milestones: tuple[int, ...] = ()
+    decay: float = 0.1
+    weight_decay: float = 0.0
+    clip: float | None = None
+    ema: float | None = None
+    accumulate: int = 1
+    seed: int = 0
+    evaluate_every: int = 0
+    save_every: int = 1000
+    log_every: int = 100
+    precision: str = "32-true"
+    device: str = "auto"
+    devices: int = 1
+    nodes: int = 1
+    capture: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "devices", "nodes"):
+            self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 1, "1 or more")
+        for name in ("warmup", "evaluate_every", "save_every"):
+            self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
+        for name in ("lr", "decay"):
+            self._require(name, 0 < getattr(self, name) < float("inf"), "a positive number")
+        self._require("clip", self.clip is None or self.clip > 0, "a positive number or None")
+        self._require("ema", self.ema is None or 0 < self.ema < 1, "a number between 0 and 1, or None")
+        self._require("device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
+
+    def _require(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise InputError(f"Settings({name}={getattr(self, name)!r}): expected {expected}.")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        return self.lr * warm * self.decay ** sum(step >= milestone for milestone in self.milestones)
+
+    def captures(self, device: str, processes: int) -> bool:
+        """Whether steps on such a device run as CUDA graphs."""
+        can = device == "cuda" and processes == 1 and self.precision != "16-mixed"
+        self._require("capture", can or not self.capture, "None: only one GPU without gradient scaling can capture")
+        return can if self.capture is None else self.capture
+
+    def due(self, every: int, done: int) -> bool:
+        """Whether something is due after so many steps: every so often, and at the end."""
+        return done == self.steps or (every > 0 and done % every == 0)
+
+    def defining(self) -> dict[str, Any]:
+        """What a continued run has to have in common with its beginning; it may be longer."""
+        values = {name: value for name, value in asdict(self).items() if name not in (*FREE, "steps")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def difference(self, other: dict[str, Any]) -> str:
+        """The first of the defining settings that another run had otherwise; empty if there is none."""
+        mine = self.defining()
+        for name in (field.name for field in fields(self) if field.name in mine):
+            if mine[name] != other.get(name):
+                return f"{name}={other.get(name)!r} there, {name}={mine[name]!r} now"
+        return ""
