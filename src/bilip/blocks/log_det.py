@@ -54,14 +54,34 @@ class Exact:
     """
 
     def __call__(self, g: Map, x: Tensor) -> Tensor:
+        return self.with_value(g, x)[1]
+
+    def with_value(self, g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g(x) and the log-determinant, from one evaluation of g."""
         size = math.prod(x.shape[1:])
-        basis = torch.eye(size, dtype=x.dtype, device=x.device).view(size, 1, *x.shape[1:]).expand(size, *x.shape)
         wants_graph = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
             x = x if x.requires_grad else x.detach().clone().requires_grad_()
-            rows = torch.autograd.grad(g(x), x, basis, create_graph=wants_graph, is_grads_batched=True)[0]
-        jacobian = rows.flatten(2).movedim(0, 1)
-        return torch.linalg.slogdet(torch.eye(size, dtype=x.dtype, device=x.device) + jacobian)[1]
+            value = g(x)
+            if size == 2:  # two plain passes and the formula: a third of the time on the plane
+                first, second = value.flatten(1).unbind(1)
+                a, b = _slopes(first, x, wants_graph)
+                c, d = _slopes(second, x, wants_graph)
+                log_det = ((1 + a) * (1 + d) - b * c).abs().log()
+            else:
+                eye = torch.eye(size, dtype=x.dtype, device=x.device)
+                basis = eye.view(size, 1, *x.shape[1:]).expand(size, *x.shape)
+                rows = torch.autograd.grad(
+                    value, x, basis, retain_graph=True, create_graph=wants_graph, is_grads_batched=True
+                )[0]
+                log_det = torch.linalg.slogdet(eye + rows.flatten(2).movedim(0, 1))[1]
+        return (value, log_det) if wants_graph else (value.detach(), log_det.detach())
+
+
+def _slopes(output: Tensor, x: Tensor, graph: bool) -> tuple[Tensor, Tensor]:
+    """The derivatives of one output by the two inputs, sample by sample."""
+    row = torch.autograd.grad(output.sum(), x, retain_graph=True, create_graph=graph)[0].flatten(1)
+    return row[:, 0], row[:, 1]
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,10 @@ class Series:
             )
 
     def __call__(self, g: Map, x: Tensor) -> Tensor:
+        return self.with_value(g, x)[1]
+
+    def with_value(self, g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g(x) and the estimate, from one evaluation of g."""
         return weighted_series(g, x, [1.0] * self.terms, probes(x, self.samples))
 
 
@@ -187,11 +211,15 @@ class Roulette:
         ]
 
     def __call__(self, g: Map, x: Tensor) -> Tensor:
-        return self.estimate(g, x, self.law.draw(), probes(x, self.samples))
+        return self.with_value(g, x)[1]
+
+    def with_value(self, g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
+        """g(x) and the estimate, from one evaluation of g."""
+        return weighted_series(g, x, self.weights(self.exact_terms + self.law.draw()), probes(x, self.samples))
 
     def estimate(self, g: Map, x: Tensor, further: int, v: Tensor) -> Tensor:
         """The estimate for a given number of further terms and given probes."""
-        return weighted_series(g, x, self.weights(self.exact_terms + further), v)
+        return weighted_series(g, x, self.weights(self.exact_terms + further), v)[1]
 
 
 def probes(x: Tensor, samples: int | None) -> Tensor:
@@ -203,8 +231,8 @@ def probes(x: Tensor, samples: int | None) -> Tensor:
     return basis.view(size, 1, *x.shape[1:]).expand(size, *x.shape)
 
 
-def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> Tensor:
-    r"""$\sum_k w_k \frac{(-1)^{k+1}}{k}\, v^\top J^k v$, averaged over the probes, with the Neumann-series gradient."""
+def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> tuple[Tensor, Tensor]:
+    r"""g(x), and $\sum_k w_k \frac{(-1)^{k+1}}{k}\, v^\top J^k v$, averaged over the probes, with the Neumann-series gradient."""
     wants_graph = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         inner = x if x.requires_grad else x.detach().clone().requires_grad_()
@@ -225,4 +253,6 @@ def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> T
             if wants_graph:
                 surrogate = surrogate + (pull(neumann, graph=True) * probe).flatten(1).sum(1)
     total, surrogate = total / len(v), surrogate / len(v)
-    return total.detach() + (surrogate - surrogate.detach()) if wants_graph else total.detach()
+    if not wants_graph:
+        return value.detach(), total.detach()
+    return value, total.detach() + (surrogate - surrogate.detach())

@@ -121,13 +121,14 @@ class Residual(Bijection):
 
     def log_det(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Log det J_F(x), by the estimator of this block."""
+        return self.forward_and_log_det(x, context)[1]
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         estimator = self.estimator
         if estimator is None:
             estimator = Exact() if math.prod(x.shape[1:]) <= 64 else Roulette() if self.training else Series(20)
-        return estimator(lambda v: self.branch(v, context), x)
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self(x, context), self.log_det(x, context)
+        g, log_det = estimator.with_value(lambda v: self.branch(v, context), self.check_net(x, self.g))
+        return x + g, log_det
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = self.inverse(z, context)

@@ -87,12 +87,15 @@ def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
         size = torch.linalg.matrix_norm(a).clamp_min(tiny)
         return a / size[..., None, None], size
 
+    alone = len(tall) == 1 and torch.is_grad_enabled()  # a single matrix is the largest: its slope comes along
     with torch.no_grad():
         a, log = tall, torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
+        slope = tall
         for step in range(steps):
             a, size = halved(a)
             log = log + size.log() * 2.0**-step
             a = a.mH @ a
+            slope = halved(slope @ a)[0] if alone else slope
         log = log + halved(a)[1].log() * 2.0**-steps
         # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
         # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series.
@@ -100,10 +103,10 @@ def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
         bound, place = log.max().exp() * (1 + slack), log.argmax()
     if not torch.is_grad_enabled():
         return bound
-    largest = tall.index_select(0, place[None])[0]
+    largest = tall[0] if alone else tall.index_select(0, place[None])[0]
     with torch.no_grad():
-        slope, a = largest, largest
-        for _ in range(steps):
+        slope, a = slope[0] if alone else largest, largest
+        for _ in range(0 if alone else steps):
             a = halved(a)[0]
             a = a.mH @ a
             slope = halved(slope @ a)[0]
