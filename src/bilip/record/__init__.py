@@ -3,6 +3,7 @@
 from bilip.record.audit_record import SCHEMA, USES, AuditRecord, Measurement, Picture, Status, Verdict
 from bilip.record.files import environment, write_aside
 from bilip.record.histogram import Histogram
+from bilip.record.plain import from_plain, read_json, to_plain, write_json
 
 __all__ = [
     "SCHEMA",
@@ -14,5 +15,9 @@ __all__ = [
     "Status",
     "Verdict",
     "environment",
+    "from_plain",
+    "read_json",
+    "to_plain",
     "write_aside",
+    "write_json",
 ]

@@ -8,7 +8,6 @@ reads like one of these gets a backslash in front. What each probe measures, and
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -18,6 +17,7 @@ from typing import Any
 from bilip.errors import RecordError
 from bilip.record.files import write_aside
 from bilip.record.histogram import Histogram
+from bilip.record.plain import from_plain, to_plain
 
 __all__ = ["SCHEMA", "USES", "AuditRecord", "Measurement", "Picture", "Status", "Verdict"]
 
@@ -25,7 +25,6 @@ SCHEMA = 1
 FORMAT = "bilip-audit"
 USES = ("sampling", "likelihood", "ood-likelihood", "reversible-gradients")
 Scalar = float | int | str | bool | None
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Status(StrEnum):
@@ -157,7 +156,7 @@ class AuditRecord:
 
     def to_json(self) -> str:
         """Strict JSON; numbers that are not finite become strings."""
-        document = {"format": FORMAT, **{f.name: _encode(getattr(self, f.name)) for f in fields(self)}}
+        document = {"format": FORMAT, **{f.name: to_plain(getattr(self, f.name)) for f in fields(self)}}
         return json.dumps(document, allow_nan=False, indent=1) + "\n"
 
     @classmethod
@@ -180,7 +179,7 @@ class AuditRecord:
         if schema > SCHEMA:
             raise RecordError(f"{where} has schema {schema}; this bilip reads up to {SCHEMA}. Upgrade bilip.")
         try:
-            document = _decode(document)
+            document = from_plain(document)
             return cls(
                 model=_typed(document, "model", dict),
                 sources=tuple(_items(document, "sources", dict)),
@@ -212,41 +211,6 @@ class AuditRecord:
 
 def _refuse_constant(name: str) -> float:
     raise RecordError(f"the bare word {name} is not JSON")
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, str):
-        return f"\\{value}" if value.lstrip("\\") in _NON_FINITE else str(value)
-    if isinstance(value, (Histogram, Measurement, Verdict, Picture)):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): _encode(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(v) for v in value]
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of numpy or torch
-        return _encode(value.item())
-    raise RecordError(
-        f"a record holds numbers, words, lists and tables of these, not a {type(value).__name__}: convert it first, as in "
-        "float(value) or value.tolist()."
-    )
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return (
-            value[1:] if value.startswith("\\") and value.lstrip("\\") in _NON_FINITE else _NON_FINITE.get(value, value)
-        )
-    if isinstance(value, dict):
-        return {k: _decode(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_decode(v) for v in value]
-    return value
 
 
 def _typed(raw: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -1,0 +1,9 @@
+"""Figures for the recipes in one house style, ready for print. Needs matplotlib, but neither torch nor a display."""
+
+from bilip.figures.curves import curves
+from bilip.figures.depth_panels import depth_panels
+from bilip.figures.plane_maps import plane_maps
+from bilip.figures.save import save
+from bilip.figures.scatters import scatters
+
+__all__ = ["curves", "depth_panels", "plane_maps", "save", "scatters"]

@@ -1,0 +1,300 @@
+"""Running a recipe: parts and seeds, one after the other or side by side, resumed where they were stopped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bilip.errors import CheckpointError, InputError
+from bilip.recipes.config import configured, nearest
+from bilip.recipes.recipe import SIZES, Line, Measured, Recipe, Work
+from bilip.record import environment, read_json, to_plain, write_json
+
+__all__ = ["Outcome", "find", "names", "reproduce"]
+
+SCHEMA = 1
+MODULES = {
+    "coupling_depth": "bilip.recipes.coupling_depth",
+    "checkerboard": "bilip.recipes.checkerboard",
+    "regression_2d": "bilip.recipes.regression_2d",
+}
+Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of a recipe left behind.
+
+    Attributes:
+        recipe: The recipe.
+        size: Its size.
+        folder: With `ours.json` and the figures.
+        lines: The paper's numbers beside ours.
+        figures: Files.
+        seconds: Wall time of this call; parts that were measured before are not done again.
+    """
+
+    recipe: Recipe
+    size: str
+    folder: Path
+    lines: Sequence[Line]
+    figures: Sequence[Path]
+    seconds: float
+
+
+def names() -> list[str]:
+    """The recipes there are.
+
+    Example:
+        >>> names()[0]
+        'coupling_depth'
+    """
+    return list(MODULES)
+
+
+def find(name: str) -> Recipe:
+    """A recipe by its name.
+
+    Example:
+        >>> find("coupling_depth").where
+        'figure 1'
+    """
+    import importlib
+
+    if name not in MODULES:
+        raise InputError(f"there is no recipe {name!r}{nearest(name, MODULES)}. There are {', '.join(MODULES)}.")
+    return importlib.import_module(MODULES[name]).RECIPE
+
+
+def reproduce(
+    name: str,
+    size: str = "quick",
+    *,
+    seeds: Sequence[int] = (0,),
+    device: str = "auto",
+    devices: int = 1,
+    out: str | Path | None = None,
+    changes: Sequence[str] = (),
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Run a recipe and write `ours.json` and its figures. What is measured already is not measured again.
+
+    Args:
+        name: Of the recipe.
+        size: `"quick"`, `"gpu"` or `"paper"`.
+        seeds: Whole numbers; each is a run of its own.
+        device: `"auto"`, `"cpu"` or `"cuda"`.
+        devices: Processes that share each batch.
+        out: The folder of this recipe, `runs/<name>` by default.
+        changes: Changes of the configuration, as in `("steps=100",)`.
+        jobs: Parts that run side by side, each in a process of its own.
+        progress: Called with the name of a part, what it does, and the share of it that is done.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     outcome = reproduce("coupling_depth", out=folder, changes=["depth=10"])
+        ...     [path.name for path in outcome.figures]
+        ['depth-quick.png']
+    """
+    recipe = find(name)
+    if size not in SIZES:
+        raise InputError(f"--size {size}: expected {', '.join(SIZES)}{nearest(size, SIZES)}.")
+    config, device = configured(recipe.sizes[size], changes), _device(recipe, size, device)
+    if not seeds or any(not isinstance(seed, int) or seed < 0 for seed in seeds):
+        raise InputError(f"--seeds {seeds}: expected whole numbers, 0 or more.")
+    if devices < 1 or jobs < 1 or (devices > 1 and jobs > 1):
+        raise InputError(f"--devices {devices} --jobs {jobs}: expected 1 or more, and one of them 1.")
+    began, folder = time.perf_counter(), Path(out) if out is not None else Path("runs") / name
+    document = _open(folder, recipe)
+    fabric = _fabric(device, devices)
+    todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
+    shares = {(part, seed): folder / "work" / size / f"seed{seed}" / part for part, seed in todo}
+    show = progress or (lambda which, what, share: None)
+    missing = [key for key in todo if not _measured(shares[key], recipe, config)]
+    pieces = [_Piece(name, part, seed, config, shares[part, seed], device) for part, seed in missing]
+    if jobs > 1 and len(pieces) > 1:
+        from bilip.recipes.pool import side_by_side
+
+        side_by_side(_do, pieces, jobs, show)
+    else:
+        for piece in pieces:
+            _do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
+    if fabric is not None and not fabric.is_global_zero:
+        return Outcome(recipe, size, folder, (), (), time.perf_counter() - began)
+    found = {
+        seed: {part: _load(shares[part, seed]) for part, s in todo if s == seed}
+        for seed in sorted({s for _, s in todo})
+    }
+    show(name, "drawing the figures", 1.0)
+    from bilip import figures
+
+    files = []
+    for title, figure in recipe.figures(config, found).items():
+        files.append(folder / f"{title}-{size}.png")
+        figures.save(figure, files[-1])
+    lines = recipe.lines(config, found)
+    seconds = sum(read_json(shares[key] / "measured.json")["seconds"] for key in todo)
+    document["runs"][size] = {
+        "command": _command(name, size, seeds, device, devices, changes),
+        "config": asdict(config),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": _device_name(device),
+        "environment": environment(),
+        "seconds_of_work": round(seconds, 1),
+        "lines": [asdict(line) for line in lines],
+        "figures": [file.name for file in files],
+        "measured": {str(seed): {part: m.numbers for part, m in parts.items()} for seed, parts in found.items()},
+    }
+    write_json(folder / "ours.json", document)
+    return Outcome(recipe, size, folder, lines, files, time.perf_counter() - began)
+
+
+# ---- one part, one seed
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: str
+    part: str
+    seed: int
+    config: Any
+    folder: Path
+    device: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.part}, seed {self.seed}"
+
+
+def _do(piece: _Piece, progress: Callable[[str, float], None], fabric: Any = None) -> None:
+    """Measure, and write `measured.json` last: a folder that has one is finished."""
+    recipe, began = find(piece.name), time.perf_counter()
+    piece.folder.mkdir(parents=True, exist_ok=True)
+    with _threads(recipe, piece.device):
+        m = recipe.run(piece.part, piece.config, Work(piece.folder, piece.seed, piece.device, fabric, progress))
+    if fabric is not None and not fabric.is_global_zero:
+        return
+    if m.arrays:
+        aside = piece.folder / f".arrays.{os.getpid()}.npz"
+        np.savez_compressed(aside, **m.arrays)  # type: ignore[arg-type]
+        os.replace(aside, piece.folder / "arrays.npz")
+    stamp = {"recipe": piece.name, "schema": SCHEMA, "config": asdict(piece.config)}
+    write_json(
+        piece.folder / "measured.json", {**stamp, "seconds": time.perf_counter() - began, "numbers": dict(m.numbers)}
+    )
+
+
+def _measured(folder: Path, recipe: Recipe, config: Any) -> bool:
+    """Whether a part is finished; an error if it was begun with another configuration."""
+    marker, finished = folder / "config.json", folder / "measured.json"
+    stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": to_plain(asdict(config))}
+    if marker.exists():
+        before = read_json(marker)
+        if before.get("schema") != SCHEMA:
+            raise CheckpointError(
+                f"{folder} was written by another bilip (schema {before.get('schema')!r}, expected {SCHEMA}). Choose another --out."
+            )
+        there, now = before.get("config", {}), stamp["config"]
+        changed = [key for key in now if there.get(key) != now[key]] or sorted(set(there) ^ set(now))
+        if changed:
+            key = changed[0]
+            raise CheckpointError(
+                f"{folder} was begun with {key}={there.get(key)!r}, now it is {now.get(key)!r}. Choose another --out, or delete it."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(marker, stamp)
+    return finished.exists()
+
+
+def _load(folder: Path) -> Measured:
+    numbers = read_json(folder / "measured.json")["numbers"]
+    path = folder / "arrays.npz"
+    if not path.exists():
+        return Measured(numbers)
+    with np.load(path, allow_pickle=False) as arrays:
+        return Measured(numbers, dict(arrays))
+
+
+@contextmanager
+def _threads(recipe: Recipe, device: str) -> Iterator[None]:
+    """One thread where the operators are small: more would only slow them down, and change the last bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if device == "cpu" else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- where, and on what
+
+
+def _open(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    path = folder / "ours.json"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out {folder} is not a folder.")
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        document = {"recipe": recipe.name, "schema": SCHEMA, "runs": {}}
+        write_json(path, document)
+        return document
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("recipe") != recipe.name:
+        other = document.get("recipe") if isinstance(document, dict) else None
+        raise InputError(f"--out {folder} holds the recipe {other!r}, not {recipe.name!r}. Choose another folder.")
+    if document.get("schema") != SCHEMA:
+        raise InputError(
+            f"{path} has schema {document.get('schema')!r}; this bilip writes {SCHEMA}. Choose another folder."
+        )
+    return document
+
+
+def _device(recipe: Recipe, size: str, device: str) -> str:
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device}: expected auto, cpu or cuda.")
+    here = torch.cuda.is_available()
+    if device == "cuda" and not here:
+        raise InputError("--device cuda: torch sees no GPU here. Use --device cpu.")
+    if size == "gpu" and device == "auto" and not here:
+        raise InputError(
+            f"--size gpu: torch sees no GPU here. Use --size quick ({recipe.cost['quick']}), or --device cpu and patience."
+        )
+    return ("cuda" if here else "cpu") if device == "auto" else device
+
+
+def _fabric(device: str, devices: int) -> Any:
+    if devices == 1:
+        return None
+    from bilip.training import Settings, launch
+
+    return launch(Settings(steps=1, device=device, devices=devices))
+
+
+def _device_name(device: str) -> str:
+    import platform
+
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def _command(name: str, size: str, seeds: Sequence[int], device: str, devices: int, changes: Sequence[str]) -> str:
+    words = ["bilip", "reproduce", name, "--size", size, "--seeds", ",".join(map(str, seeds)), "--device", device]
+    words += ["--devices", str(devices)] if devices > 1 else []
+    return " ".join(words + [f"--set {change}" for change in changes])
