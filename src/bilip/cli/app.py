@@ -9,6 +9,7 @@ from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
 from bilip.cli.demo import demo
 from bilip.cli.report import compare, report
+from bilip.cli.reproduce import reproduce
 
 __all__ = ["app"]
 
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (audit, report, compare, bounds, demo):
+for verb in (audit, report, compare, bounds, demo, reproduce):
     app.command()(verb)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bilip.errors import InputError
 from bilip.figures.style import house
+from bilip.record import write_aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,24 +35,14 @@ def save(figure: Figure, path: str | Path, *, dpi: float = 250) -> None:
         ...     Path(folder, "loss.png").read_bytes()[1:4]
         b'PNG'
     """
-    target = Path(path)
-    if target.suffix.lower() != ".png":
+    if Path(path).suffix.lower() != ".png":
         raise InputError(f"cannot write {str(path)!r}: expected a name that ends in .png.")
     if not hasattr(figure, "savefig"):
         raise InputError(f"cannot save a {type(figure).__name__}; expected a matplotlib Figure.")
     content = io.BytesIO()
     with house():
-        figure.savefig(content, format="png", dpi=dpi, metadata={"Software": None})
-    content = _smaller(content, dpi)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, target)
-    except OSError as error:
-        raise InputError(f"cannot write {target} ({error.strerror}).") from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+        figure.savefig(content, format="png", dpi=dpi, pil_kwargs={"compress_level": 0})
+    write_aside(path, _smaller(content, dpi))
 
 
 def _smaller(png: io.BytesIO, dpi: float) -> bytes:

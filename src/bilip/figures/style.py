@@ -167,9 +167,8 @@ def legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None
     widths = [len(name) * 0.58 * SMALL / 72 + 0.5 for name in names]
     page = figure.get_figwidth()
     across = len(names) if sum(widths) <= page else max(1, int(page / max(widths)))
-    names = [f" {name}" if name.startswith("_") else name for name in names]  # matplotlib hides a leading underscore
     figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(names) / across) - 1))
-    figure.legend(list(handles), names, loc="outside upper center", ncols=across, borderaxespad=0.1)
+    figure.legend(list(handles), list(names), loc="outside upper center", ncols=across, borderaxespad=0.1)
 
 
 def finish(figure: Figure, squares: Sequence[Axes] = ()) -> Figure:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, Chain, Split
 from bilip.blocks.scale import Scale, scale_from
 from bilip.errors import InputError
 from bilip.models._config import remembers
-from bilip.nets import MLP
+from bilip.nets import MLP, activations
 
 __all__ = ["real_nvp"]
 
@@ -26,6 +28,7 @@ def real_nvp(
     zero_init: bool = False,
     context: int = 0,
     lipschitz: float | None = None,
+    preactivate: bool = False,
 ) -> Chain:
     """Coupling blocks on vectors, the two halves taking turns.
 
@@ -40,6 +43,7 @@ def real_nvp(
         zero_init: Start every coupling near the identity.
         context: Size of a context vector for the nets.
         lipschitz: Hold every net to this certified constant; with additive coupling this bounds the network globally.
+        preactivate: Begin every net with its activation, as the toy flows of the residual-flow code do; without context.
 
     Example:
         >>> model = real_nvp(4, blocks=6, coupling="additive", lipschitz=0.5)
@@ -49,6 +53,8 @@ def real_nvp(
     check_choices(coupling, blocks=blocks)
     if features < 2:
         raise InputError(f"real_nvp(features={features}): a coupling needs 2 features or more.")
+    if preactivate and context:
+        raise InputError(f"real_nvp(preactivate=True, context={context}): a context cannot be activated; choose one.")
     scale = scale_from(scale)
     chain: list[Bijection] = []
     for k in range(blocks):
@@ -65,6 +71,7 @@ def real_nvp(
             zero_init=zero_init,
             lipschitz=lipschitz,
         )
+        net = nn.Sequential(activations.make(activation), net) if preactivate else net
         if actnorm:
             chain.append(ActNorm(features))
         split = Split(swap=swap)

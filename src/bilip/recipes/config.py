@@ -39,20 +39,20 @@ def configured(defaults: C, changes: Sequence[str]) -> C:
         if not equals:
             raise InputError(f"--set {change}: expected key=value.")
         if key not in kinds:
-            raise InputError(f"--set {key}: there is no such key{nearest(key, kinds)}. There are {', '.join(kinds)}.")
+            raise InputError(f"--set {key}: there is no such key. {nearest(key, kinds)}There are {', '.join(kinds)}.")
         found[key] = _read(key, text.strip(), kinds[key])
     return dataclasses.replace(defaults, **found)  # type: ignore[type-var]
 
 
 def nearest(word: str, known: Sequence[str] | Any) -> str:
-    """`; did you mean ...?`, or nothing.
+    """`Did you mean ...? `, or nothing.
 
     Example:
         >>> nearest("chekerboard", ["checkerboard", "coupling_depth"])
-        "; did you mean 'checkerboard'?"
+        "Did you mean 'checkerboard'? "
     """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Figure 1 of the paper: rounding errors in two constructed coupling blocks, repeated.
+"""Rounding errors in two constructed coupling blocks, repeated.
 
 The block of the paper has t(x1) = 0.123456789 and g(s(x1)) = 0.1 on (x1, x2) = (1, 1): affine y2 = x2 * 0.1 + t, additive y2 = x2 + t. The
 halves do not take turns. A constant t makes the Jacobian diag(1, 0.1^n), so its singular values are known; they are measured all the same.
@@ -66,7 +66,7 @@ class CouplingDepth(Recipe):
     """Reconstruction error, singular values and condition number against depth."""
 
     name = "coupling_depth"
-    where = "figure 1"
+    where = "figure on numerical error and instability in coupling blocks"
     claim = "Repeated affine blocks lose their input to rounding, exponentially in depth; additive blocks do not."
     sizes: Mapping[str, Config] = {"quick": Config(), "gpu": Config(), "paper": Config()}
     cost: Mapping[str, str] = dict.fromkeys(("quick", "gpu", "paper"), "seconds on one core")

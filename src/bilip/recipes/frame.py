@@ -64,13 +64,13 @@ def find(name: str) -> Recipe:
     """A recipe by its name.
 
     Example:
-        >>> find("coupling_depth").where
-        'figure 1'
+        >>> find("coupling_depth").name
+        'coupling_depth'
     """
     import importlib
 
     if name not in MODULES:
-        raise InputError(f"there is no recipe {name!r}{nearest(name, MODULES)}. There are {', '.join(MODULES)}.")
+        raise InputError(f"there is no recipe {name!r}. {nearest(name, MODULES)}There are {', '.join(MODULES)}.")
     return importlib.import_module(MODULES[name]).RECIPE
 
 
@@ -108,7 +108,7 @@ def reproduce(
     """
     recipe = find(name)
     if size not in SIZES:
-        raise InputError(f"--size {size}: expected {', '.join(SIZES)}{nearest(size, SIZES)}.")
+        raise InputError(f"--size {size}: expected {', '.join(SIZES)}. {nearest(size, SIZES)}".rstrip())
     config, device = configured(recipe.sizes[size], changes), _device(recipe, size, device)
     if not seeds or any(not isinstance(seed, int) or seed < 0 for seed in seeds):
         raise InputError(f"--seeds {seeds}: expected whole numbers, 0 or more.")

@@ -39,7 +39,7 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of numpy or torch
-        return to_plain(value.item())
+        return to_plain(value.item())  # pyright: ignore[reportAttributeAccessIssue]
     raise RecordError(
         f"a record holds numbers, words, lists and tables of these, not a {type(value).__name__}: convert it first, as in "
         "float(value) or value.tolist()."

@@ -132,7 +132,11 @@ def _evaluated(run: Run) -> dict[str, float]:
     model = run.task.model
     modes = {part: part.training for part in model.modules()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(), run.average.in_place() if run.average else contextlib.nullcontext():
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(),
+            run.average.in_place() if run.average else contextlib.nullcontext(),
+        ):
             torch.manual_seed(seed_of(run.settings.seed, run.done, "evaluation"))
             found = {name: float(value) for name, value in run.task.evaluate(model.eval(), run.done).items()}
             if found.get("test_loss", math.inf) < run.best_loss:

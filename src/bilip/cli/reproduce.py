@@ -1,0 +1,115 @@
+"""`bilip reproduce`: one claim of the paper, its numbers beside ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bilip.errors import InputError
+
+if TYPE_CHECKING:
+    from bilip.recipes import Outcome
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="The recipe; --list shows them.")] = None,
+    size: Annotated[str, typer.Option(help="quick, gpu or paper.")] = "quick",
+    seeds: Annotated[str, typer.Option(help="Comma-separated; each is a run of its own.")] = "0",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    devices: Annotated[int, typer.Option(help="Processes that share each batch, one for each GPU or on the CPU.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(help="Parts of the recipe side by side; 0 for one on each of up to 4 cores.")
+    ] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where results go: runs/NAME.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the configuration: key=value. Repeatable.")
+    ] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Show the recipes, their cost and what there is of results.")
+    ] = False,
+) -> None:
+    """Run one claim of the paper; a run that was stopped goes on where it was. Writes ours.json and figures."""
+    from bilip.recipes import names
+
+    if list_:
+        _show_all()
+        return
+    if name is None:
+        raise InputError(f"which recipe? There are {', '.join(names())}; bilip reproduce --list says more.")
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one of several processes: the first one speaks
+        _run(name, size, seeds, device, devices, 1, out, changes or [], Console(quiet=True))
+        return
+    console = Console(highlight=False)
+    outcome = _run(name, size, seeds, device, devices, jobs, out, changes or [], console)
+    console.print(_table(outcome))
+    for title, notes in (("As in the original code", outcome.recipe.matched), ("Otherwise", outcome.recipe.corrected)):
+        if notes:
+            console.print(f"[bold]{title}:[/bold] " + " ".join(notes))
+    console.print(
+        f"\nwrote {outcome.folder / 'ours.json'} and {', '.join(f.name for f in outcome.figures)}", markup=False
+    )
+
+
+def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Outcome:
+    from bilip.recipes import find
+    from bilip.recipes import reproduce as run
+
+    recipe = find(name)
+    if size in recipe.cost:
+        console.print(f"[bold]{recipe.name}[/bold] ({recipe.where}): {recipe.claim}\n{size}: {recipe.cost[size]}")
+    try:
+        chosen = [int(seed) for seed in seeds.split(",")]
+    except ValueError as error:
+        raise InputError(f"--seeds {seeds}: expected whole numbers, as in 0,1,2.") from error
+    if jobs < 0:
+        raise InputError(f"--jobs {jobs}: expected 0 or more.")
+    jobs = jobs or (1 if devices > 1 else min(4, os.cpu_count() or 1))
+    aside = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal or console.quiet) as bar:
+        tasks: dict = {}
+
+        def show(which: str, what: str, share: float) -> None:
+            if which not in tasks:
+                tasks[which] = bar.add_task(which, total=1.0)
+            bar.update(tasks[which], description=f"{which}: {what}", completed=share)
+
+        return run(
+            name, size, seeds=chosen, device=device, devices=devices, out=out, changes=changes, jobs=jobs, progress=show
+        )
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(title=f"{outcome.recipe.name}, {outcome.size}", title_justify="left", box=box.SIMPLE_HEAD)
+    for head in ("", "paper", "ours", "agrees"):
+        table.add_column(head)
+    for line in outcome.lines:
+        agrees = {True: "yes", False: "[bold]no[/bold]", None: ""}[line.holds]
+        table.add_row(line.what, line.paper, line.ours, agrees)
+    return table
+
+
+def _show_all() -> None:
+    from bilip.recipes import SIZES, find, names
+    from bilip.recipes.table import status
+
+    console = Console(highlight=False)
+    for name in names():
+        recipe = find(name)
+        console.print(f"[bold]{name}[/bold]  {recipe.claim}  ({recipe.where})")
+        for size in SIZES:
+            console.print(f"  {size:<6} {recipe.cost[size]:<44} {status(name, size)}")
