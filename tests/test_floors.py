@@ -15,12 +15,14 @@ FLOORS = [
     ["models", "adapters"],
     ["demo_flows"],
     ["reversible"],
-    ["objectives", "regularizers"],
+    ["regularizers"],
+    ["objectives"],
     ["probes"],
     ["_budget", "_verdicts"],
     ["_audit", "testing"],
     ["training"],
-    ["recipes", "cli"],
+    ["recipes"],
+    ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 BESIDE = {"report": {"errors", "record"}, "figures": {"errors", "record"}}

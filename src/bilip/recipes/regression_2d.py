@@ -179,7 +179,7 @@ class Regression2D(Recipe):
         return drawn
 
 
-_NAMES = {"mse": "mean squared error", "error_mean": "mean reconstruction error", "condition": "condition number"}
+_NAMES = {"mse": "mean squared error", "error_mean": "reconstruction error", "condition": "condition number"}
 
 
 def make_data(points: int, seed: int, epsilon: float = 1e-24) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def evaluate(model: Any, x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def _title(kind: str) -> str:
-    return {"plain": "no penalty", "fd": "FD"}.get(kind, f"NF {kind[2:]}")
+    return {"plain": "no penalty", "fd": "FD"}.get(kind, f"NF {float(kind[2:]):.0e}".replace("e-0", "e-"))
 
 
 def _numbers(title: str, said: str, measured: Sequence[Measured]) -> Line:
@@ -244,7 +244,7 @@ def _numbers(title: str, said: str, measured: Sequence[Measured]) -> Line:
         return f"{statistics.median(values):.2g}"
 
     return Line(
-        title, said, f"MSE {of('mse')}, mean error {of('error_mean')}, condition {of('condition')} (medians of seeds)"
+        title, said, f"MSE {of('mse')}, mean reconstruction error {of('error_mean')}, condition {of('condition')}"
     )
 
 
