@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak lint types docs bench format clean
+.PHONY: demo test soak lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -35,6 +35,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/spectrum.py --out results/spectrum/cpu.json
 	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
 	$(BIN)/python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
+
+table: $(READY)
+	$(BIN)/python -c "from bilip.recipes.table import write_readme; write_readme('README.md', 'results')"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

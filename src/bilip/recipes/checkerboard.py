@@ -18,11 +18,10 @@ from torch import Tensor
 import bilip
 from bilip import Box, Flow, figures, models
 from bilip.data import checkerboard, seed_of
-from bilip.errors import NotConverged
 from bilip.objectives import Likelihood
-from bilip.recipes.plane import condition
+from bilip.recipes.plane import condition, grid, round_trip_errors, summary
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
-from bilip.training import Task, load_weights, read_state
+from bilip.training import Task, load_weights, read_log, read_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,9 +129,13 @@ class CheckerboardFlows(Recipe):
         held_out = checkerboard(config.test, seed_of(work.seed, 0, "test")).to(work.device)
 
         def evaluate(model: Any, done: int) -> dict[str, float]:
-            return {"test_loss": float(-model.log_prob(held_out).double().mean())}
+            outside = coarse[~_inside(coarse)]
+            return {
+                "test_loss": float(-model.log_prob(held_out).double().mean()),
+                "lost_outside": summary(round_trip_errors(model.bijection, outside))["share_above_1"],
+            }
 
-        residual = part == "residual"
+        residual, coarse = part == "residual", grid(EDGE, 0.5, work.device)
         trained = work.train(
             Task(flow, lambda draw: (checkerboard(config.batch, draw("data")),), Likelihood(), evaluate),
             until=0.8,
@@ -153,7 +156,9 @@ class CheckerboardFlows(Recipe):
         load_weights(flow, tensors)
         best, _ = measure(flow, held_out, config)
         numbers["best"] = {"step": trained.best_step, **best}
-        return Measured(numbers, arrays)
+        log = read_log(work.folder, "evaluation")
+        numbers["evaluations_lost"] = sum(share > 0 for share in log["lost_outside"]), len(log["step"])
+        return Measured(numbers, arrays | {f"log_{name}": np.array(values) for name, values in log.items()})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         lines = [
@@ -199,7 +204,17 @@ class CheckerboardFlows(Recipe):
         data = checkerboard(5000, 0).numpy()
         scatter: dict[str, list[Any]] = {"data": [("data", data)]}
         scatter |= {TITLES[part]: [("samples", m.arrays["samples"])] for part, m in parts.items()}
+        curves = {
+            label: {
+                title: [
+                    (m.arrays["log_step"].tolist(), m.arrays[name].tolist()) for m in (found[s][part] for s in found)
+                ]
+                for part, title in TITLES.items()
+            }
+            for name, label in (("log_lost_outside", "share lost outside"), ("log_test_loss", "test loss (nats)"))
+        }
         return {
+            "training": figures.curves(curves, linear=["test loss (nats)"]),
             "error": figures.plane_maps(
                 errors, low=-EDGE, high=EDGE, label="reconstruction error", vmin=1e-8, vmax=1.0
             ),
@@ -229,46 +244,24 @@ def make_flow(part: str, config: Config) -> Flow:
 @torch.no_grad()
 def measure(flow: Flow, held_out: Tensor, config: Config) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Errors inside and outside of [-4, 4]^2 on a grid, the density there, and the test loss."""
-    side = round(2 * EDGE / config.spacing) + 1
-    axis = torch.linspace(-EDGE, EDGE, side)
-    second, first = torch.meshgrid(axis, axis, indexing="ij")
-    grid = torch.stack((first, second), -1).reshape(-1, 2).to(held_out.device)
-    errors, densities, ratios = [], [], []
-    for x in grid.split(4096):
-        z, log_det = flow.bijection.forward_and_log_det(x)
-        try:
-            back = flow.bijection.inverse(z)
-        except NotConverged:
-            back = torch.full_like(x, torch.nan)
-        error = (back.double() - x.double()).norm(dim=1)
-        errors.append(error)
-        densities.append((flow.base_log_prob(z) + log_det).exp())
-        ratios.append(error / (torch.finfo(x.dtype).eps * (1 + x.double().norm(dim=1)) * condition(flow.bijection, x)))
-    error, density, ratio = (torch.cat(part) for part in (errors, densities, ratios))
-    inside = grid.abs().amax(dim=1) <= 4
+    x = grid(EDGE, config.spacing, held_out.device)
+    error, inside = round_trip_errors(flow.bijection, x), _inside(x)
+    density = torch.cat([flow.log_prob(part) for part in x.split(4096)]).exp()
+    predicted = torch.finfo(x.dtype).eps * (1 + x.double().norm(dim=1)) * condition(flow.bijection, x)
+    ratio = (error / predicted).nan_to_num(nan=-1.0, posinf=-1.0)
     numbers = {
         "inside": summary(error[inside]),
         "outside": summary(error[~inside]),
-        "error_over_predicted": float(ratio[torch.isfinite(ratio)].max())
-        if bool(torch.isfinite(ratio).any())
-        else math.nan,
+        "error_over_predicted": float(ratio.max()),  # over the points where both are finite
         "density_non_finite": float((~torch.isfinite(density)).double().mean()),
         "test_nll": float(-flow.log_prob(held_out).double().mean()),
     }
-    maps = {"error": error, "density": density}
+    side, maps = math.isqrt(len(x)), {"error": error, "density": density}
     return numbers, {name: value.view(side, side).cpu().float().numpy() for name, value in maps.items()}
 
 
-def summary(error: Tensor) -> dict[str, float]:
-    """Median and worst of the errors, and the shares that are lost; what is not finite counts as infinite."""
-    finite = error[torch.isfinite(error)]
-    return {
-        "points": len(error),
-        "median": float(torch.where(torch.isfinite(error), error, torch.inf).median()),
-        "worst_finite": float(finite.max()) if len(finite) else math.nan,
-        "share_above_1": float((~(error <= 1)).double().mean()),
-        "share_non_finite": 1 - len(finite) / len(error),
-    }
+def _inside(x: Tensor) -> Tensor:
+    return x.abs().amax(dim=1) <= 4
 
 
 def audited(flow: Flow, held_out: Tensor, work: Work) -> dict[str, Any]:

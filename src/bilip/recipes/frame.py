@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import InputError
 from bilip.recipes.config import configured, nearest
-from bilip.recipes.recipe import SIZES, Line, Measured, Recipe, Work
-from bilip.record import environment, read_json, to_plain, write_json
+from bilip.recipes.piece import SCHEMA, Piece, do, is_measured, load
+from bilip.recipes.recipe import SIZES, Line, Recipe
+from bilip.record import environment, read_json, write_json
 
 __all__ = ["Outcome", "find", "names", "reproduce"]
 
-SCHEMA = 1
 MODULES = {
     "coupling_depth": "bilip.recipes.coupling_depth",
     "checkerboard": "bilip.recipes.checkerboard",
@@ -120,20 +117,19 @@ def reproduce(
     todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
     shares = {(part, seed): folder / "work" / size / f"seed{seed}" / part for part, seed in todo}
     show = progress or (lambda which, what, share: None)
-    missing = [key for key in todo if not _measured(shares[key], recipe, config)]
-    pieces = [_Piece(name, part, seed, config, shares[part, seed], device) for part, seed in missing]
+    missing = [key for key in todo if not is_measured(shares[key], recipe, config)]
+    pieces = [Piece(recipe, part, seed, config, shares[part, seed], device) for part, seed in missing]
     if jobs > 1 and len(pieces) > 1:
         from bilip.recipes.pool import side_by_side
 
-        side_by_side(_do, pieces, jobs, show)
+        side_by_side(do, pieces, jobs, show)
     else:
         for piece in pieces:
-            _do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
+            do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
     if fabric is not None and not fabric.is_global_zero:
         return Outcome(recipe, size, folder, (), (), time.perf_counter() - began)
     found = {
-        seed: {part: _load(shares[part, seed]) for part, s in todo if s == seed}
-        for seed in sorted({s for _, s in todo})
+        seed: {part: load(shares[part, seed]) for part, s in todo if s == seed} for seed in sorted({s for _, s in todo})
     }
     show(name, "drawing the figures", 1.0)
     from bilip import figures
@@ -157,85 +153,6 @@ def reproduce(
     }
     write_json(folder / "ours.json", document)
     return Outcome(recipe, size, folder, lines, files, time.perf_counter() - began)
-
-
-# ---- one part, one seed
-
-
-@dataclass(frozen=True)
-class _Piece:
-    name: str
-    part: str
-    seed: int
-    config: Any
-    folder: Path
-    device: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.part}, seed {self.seed}"
-
-
-def _do(piece: _Piece, progress: Callable[[str, float], None], fabric: Any = None) -> None:
-    """Measure, and write `measured.json` last: a folder that has one is finished."""
-    recipe, began = find(piece.name), time.perf_counter()
-    piece.folder.mkdir(parents=True, exist_ok=True)
-    with _threads(recipe, piece.device):
-        m = recipe.run(piece.part, piece.config, Work(piece.folder, piece.seed, piece.device, fabric, progress))
-    if fabric is not None and not fabric.is_global_zero:
-        return
-    if m.arrays:
-        aside = piece.folder / f".arrays.{os.getpid()}.npz"
-        np.savez_compressed(aside, **m.arrays)  # type: ignore[arg-type]
-        os.replace(aside, piece.folder / "arrays.npz")
-    stamp = {"recipe": piece.name, "schema": SCHEMA, "config": asdict(piece.config)}
-    write_json(
-        piece.folder / "measured.json", {**stamp, "seconds": time.perf_counter() - began, "numbers": dict(m.numbers)}
-    )
-
-
-def _measured(folder: Path, recipe: Recipe, config: Any) -> bool:
-    """Whether a part is finished; an error if it was begun with another configuration."""
-    marker, finished = folder / "config.json", folder / "measured.json"
-    stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": to_plain(asdict(config))}
-    if marker.exists():
-        before = read_json(marker)
-        if before.get("schema") != SCHEMA:
-            raise CheckpointError(
-                f"{folder} was written by another bilip (schema {before.get('schema')!r}, expected {SCHEMA}). Choose another --out."
-            )
-        there, now = before.get("config", {}), stamp["config"]
-        changed = [key for key in now if there.get(key) != now[key]] or sorted(set(there) ^ set(now))
-        if changed:
-            key = changed[0]
-            raise CheckpointError(
-                f"{folder} was begun with {key}={there.get(key)!r}, now it is {now.get(key)!r}. Choose another --out, or delete it."
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(marker, stamp)
-    return finished.exists()
-
-
-def _load(folder: Path) -> Measured:
-    numbers = read_json(folder / "measured.json")["numbers"]
-    path = folder / "arrays.npz"
-    if not path.exists():
-        return Measured(numbers)
-    with np.load(path, allow_pickle=False) as arrays:
-        return Measured(numbers, dict(arrays))
-
-
-@contextmanager
-def _threads(recipe: Recipe, device: str) -> Iterator[None]:
-    """One thread where the operators are small: more would only slow them down, and change the last bits."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if device == "cpu" else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- where, and on what

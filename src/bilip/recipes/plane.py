@@ -1,15 +1,59 @@
-"""Condition numbers in the plane, block by block."""
+"""Round trips and condition numbers in the plane."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor
 
 from bilip import Bijection
+from bilip.errors import NotConverged
 
-__all__ = ["condition"]
+__all__ = ["condition", "grid", "round_trip_errors", "summary"]
+
+
+def grid(edge: float, spacing: float, device: str | torch.device = "cpu") -> Tensor:
+    """The points of a square grid on [-edge, edge]^2, shape `(side * side, 2)`, the first coordinate running fastest.
+
+    Example:
+        >>> grid(1.0, 1.0)[:3].tolist()
+        [[-1.0, -1.0], [0.0, -1.0], [1.0, -1.0]]
+    """
+    axis = torch.linspace(-edge, edge, round(2 * edge / spacing) + 1)
+    second, first = torch.meshgrid(axis, axis, indexing="ij")
+    return torch.stack((first, second), -1).reshape(-1, 2).to(device)
+
+
+@torch.no_grad()
+def round_trip_errors(model: Bijection, x: Tensor) -> Tensor:
+    """|x - F^-1(F(x))| in the model's own dtype, its length in float64; NaN where an iterative inverse missed its tolerance."""
+    found = []
+    for part in x.split(4096):
+        try:
+            back = model.inverse(model(part))
+        except NotConverged:
+            back = torch.full_like(part, torch.nan)
+        found.append((back.double() - part.double()).norm(dim=1))
+    return torch.cat(found)
+
+
+def summary(error: Tensor) -> dict[str, float]:
+    """Median and worst of the errors, and the shares that are lost; what is not finite counts as infinite.
+
+    Example:
+        >>> summary(torch.tensor([0.0, 2.0, torch.inf]))["share_non_finite"] > 0.3
+        True
+    """
+    finite = error[torch.isfinite(error)]
+    return {
+        "points": len(error),
+        "median": float(torch.where(torch.isfinite(error), error, torch.inf).median()),
+        "worst_finite": float(finite.max()) if len(finite) else math.nan,
+        "share_above_1": float((~(error <= 1)).double().mean()),
+        "share_non_finite": 1 - len(finite) / len(error),
+    }
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ class Call:
         self.windows = windows(self.units)
         self.window = {k: w for w, span in enumerate(self.windows) for k in span}
         self.ready: tuple[int, bool, bool] | None = None
+        self.overflowed = False  # the repaired gradient met an activation that is not finite
 
     def unit(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Unit:
         """Unit `k` with its matrices at hand. Only one window has them at a time: memory does not grow with depth."""
@@ -216,6 +217,8 @@ class Call:
                 result.add(pulled)
                 y, grad = pulled.x, pulled.grad
             stop = begin
+        if not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.overflowed = not bool(torch.isfinite(grad).all() and torch.isfinite(back.z).all())
         return grad, result
 
     def _require_unchanged(self) -> None:

@@ -35,8 +35,12 @@ class MemorySaving(torch.autograd.Function):
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         back = Backward(x, z, context, stored, grad, grads[1] if call.log_det else None)
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            return _differentiable(call, back, parameters)
+            return _stored(call, back, parameters, grads, create_graph=True)
         g_x, found = call.pull(back)
+        if (
+            call.overflowed
+        ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not
+            return _stored(call, back, parameters, grads, create_graph=False)
         return (
             None,
             g_x.to(x.dtype) if ctx.needs_input_grad[1] else None,
@@ -45,23 +49,29 @@ class MemorySaving(torch.autograd.Function):
         )
 
 
-def _differentiable(call: Call, back: Backward, parameters: Sequence[Tensor]):
-    """The stored path: everything again, with a graph that can be differentiated."""
+def _stored(
+    call: Call, back: Backward, parameters: Sequence[Tensor], grads: Sequence[Tensor | None], *, create_graph: bool
+):
+    """The stored path: everything again, with a graph."""
     b, context = call.bijection, back.context
     x = back.x if back.x.requires_grad else back.x.detach().requires_grad_()
     norms = [norm for unit in call.norms for norm in unit]
     call._require_unchanged()
-    with modes_again(call.modes), call.seeds.again(-1), call.conditions.again(), frozen_statistics(norms):
+    with (
+        torch.enable_grad(),
+        modes_again(call.modes),
+        call.seeds.again(-1),
+        call.conditions.again(),
+        frozen_statistics(norms),
+    ):
         if call.log_det:
             outputs = list((b.inverse_and_log_det if call.inverse else b.forward_and_log_det)(x, context))
         else:
             outputs = [(b.inverse if call.inverse else b)(x, context)]
-    pairs = [
-        (o, g) for o, g in zip(outputs, (back.grad, back.grad_log), strict=False) if g is not None and o.requires_grad
-    ]
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=False) if g is not None and o.requires_grad]
     given = [] if context is None or not context.requires_grad else [context]
     inputs = [x, *given, *parameters]
     found = torch.autograd.grad(
-        [o for o, _ in pairs], inputs, [g for _, g in pairs], create_graph=True, allow_unused=True
+        [o for o, _ in pairs], inputs, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
     )
     return None, found[0], found[1] if given else None, *found[1 + len(given) :]

@@ -1,0 +1,306 @@
+"""Running recipes: configuration, folders, resume, processes, and what is refused."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bilip.errors import CheckpointError, InputError
+from bilip.recipes import Measured, Recipe, configured, find, frame, names, reproduce
+from bilip.recipes.table import BEGIN, END, readme_table, status, write_readme
+from bilip.record import read_json, write_json
+
+TINY = ["steps=40", "points=200", "batch=100", "blocks=3", "evaluate_every=10", "nf=1e-6"]
+
+
+def cli(*words, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bilip", "reproduce", *map(str, words)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, err[-2000:]
+    return out if code == 0 else err
+
+
+def tiny(out, *more):
+    return ("regression_2d", "--out", out, *(word for change in TINY for word in ("--set", change)), *more)
+
+
+def measured(folder):
+    run = read_json(folder / "ours.json")["runs"]["quick"]
+    return json.dumps({"measured": run["measured"], "lines": run["lines"]})
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_states_what_it_does(name):
+    recipe = find(name)
+    assert recipe.name == name
+    assert recipe.claim.endswith(".")
+    assert set(recipe.sizes) == set(recipe.cost) == {"quick", "gpu", "paper"}
+    assert recipe.paper()["statements"]
+    assert len({type(config) for config in recipe.sizes.values()}) == 1
+    for config in recipe.sizes.values():
+        parts = recipe.parts(config)
+        assert len(set(parts)) == len(parts) >= 1
+        assert json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+# ---- configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    steps: int = 1
+    lr: float = 0.1
+    flag: bool = False
+    clip: float | None = None
+    hidden: tuple[int, ...] = (1,)
+    word: str = "a"
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("steps=5", 5),
+        ("steps=1e3", 1000),
+        ("lr=1e-4", 1e-4),
+        ("lr=2", 2.0),
+        ("flag=true", True),
+        ("flag=no", False),
+        ("clip=3", 3.0),
+        ("clip=none", None),
+        ("hidden=8, 8", (8, 8)),
+        ("word=b", "b"),
+    ],
+)
+def test_values_are_read_as_the_type_of_their_field(change, value):
+    found = getattr(configured(Config(), [change]), change.partition("=")[0])
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("stps=5", "Did you mean 'steps'"),
+        ("steps", "expected key=value"),
+        ("steps=1.5", "expected a whole number"),
+        ("lr=fast", "expected a number"),
+        ("flag=maybe", "true or false"),
+        ("hidden=8,x", "expected a whole number"),
+        ("steps=inf", "expected a whole number"),
+    ],
+)
+def test_bad_changes(change, said):
+    with pytest.raises(InputError, match=said):
+        configured(Config(), [change])
+
+
+# ---- folders
+
+
+def test_what_a_run_leaves_behind(tmp_path):
+    outcome = reproduce("coupling_depth", out=tmp_path, changes=["depth=12"])
+    document = read_json(tmp_path / "ours.json")
+    run = document["runs"]["quick"]
+    assert document["recipe"] == "coupling_depth"
+    assert run["config"]["depth"] == 12
+    assert run["command"] == "bilip reproduce coupling_depth --size quick --seeds 0 --device cpu --set depth=12"
+    assert [file.name for file in outcome.figures] == run["figures"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in outcome.figures)
+    assert str(tmp_path) not in (tmp_path / "ours.json").read_text()
+    reproduce("coupling_depth", "paper", out=tmp_path, changes=["depth=5"])
+    assert set(read_json(tmp_path / "ours.json")["runs"]) == {"quick", "paper"}
+
+
+class Counting(Recipe):
+    """Counts how often its parts run; the second part fails when told to."""
+
+    name, claim, where = "counting", "One.", "nowhere"
+
+    def __init__(self):
+        self.sizes, self.cost = {"quick": Config()}, {"quick": "nothing"}
+        self.ran, self.fail = [], False
+
+    def parts(self, config):
+        return ("a", "b")
+
+    def run(self, part, config, work):
+        self.ran.append((part, work.seed))
+        if part == "b" and self.fail:
+            raise KeyboardInterrupt
+        return Measured({"value": float("inf"), "threads": torch.get_num_threads()})
+
+    def lines(self, config, found):
+        return []
+
+    def figures(self, config, found):
+        return {}
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    recipe = Counting()
+    monkeypatch.setattr(frame, "find", lambda name: recipe)
+    return recipe
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path, counting):
+    counting.fail = True
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("counting", out=tmp_path, seeds=[3])
+    counting.fail = False
+    reproduce("counting", out=tmp_path, seeds=[3])
+    reproduce("counting", out=tmp_path, seeds=[3, 4])
+    assert counting.ran == [("a", 3), ("b", 3), ("b", 3), ("a", 4), ("b", 4)]
+    seeds = read_json(tmp_path / "ours.json")["runs"]["quick"]["measured"]
+    assert set(seeds) == {"3", "4"}
+    assert seeds["3"]["a"] == {"value": float("inf"), "threads": 1}
+
+
+def test_a_folder_begun_otherwise(tmp_path, counting):
+    reproduce("counting", out=tmp_path)
+    with pytest.raises(CheckpointError, match="begun with steps=1, now it is 2"):
+        reproduce("counting", out=tmp_path, changes=["steps=2"])
+    path = tmp_path / "work" / "quick" / "seed0" / "a" / "config.json"
+    write_json(path, {**read_json(path), "schema": 0})
+    with pytest.raises(CheckpointError, match="another bilip"):
+        reproduce("counting", out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "chekerboard"}, "Did you mean 'checkerboard'"),
+        ({"size": "qick"}, "Did you mean 'quick'"),
+        ({"changes": ["dept=3"]}, "Did you mean 'depth'"),
+        ({"seeds": []}, "expected whole numbers"),
+        ({"seeds": [-1]}, "expected whole numbers"),
+        ({"device": "tpu"}, "expected auto, cpu or cuda"),
+        ({"jobs": 0}, "expected 1 or more"),
+        ({"devices": 2, "jobs": 2}, "one of them 1"),
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, said):
+    with pytest.raises(InputError, match=said):
+        reproduce(**{"name": "coupling_depth", "out": tmp_path, **arguments})
+
+
+def test_folders_of_others(tmp_path):
+    write_json(tmp_path / "ours.json", {"recipe": "checkerboard", "schema": 1, "runs": {}})
+    with pytest.raises(InputError, match="holds the recipe 'checkerboard'"):
+        reproduce("coupling_depth", out=tmp_path)
+    write_json(tmp_path / "ours.json", {"recipe": "coupling_depth", "schema": 7, "runs": {}})
+    with pytest.raises(InputError, match="schema 7"):
+        reproduce("coupling_depth", out=tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="not a folder"):
+        reproduce("coupling_depth", out=tmp_path / "file")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_here(tmp_path):
+    with pytest.raises(InputError, match=r"no GPU here. Use --size quick"):
+        reproduce("checkerboard", "gpu", out=tmp_path)
+    with pytest.raises(InputError, match="--device cuda: torch sees no GPU here"):
+        reproduce("checkerboard", device="cuda", out=tmp_path)
+
+
+# ---- the command line, and processes
+
+
+def test_side_by_side_and_one_after_the_other_measure_the_same(tmp_path):
+    out = finish(cli(*tiny(tmp_path / "two", "--jobs", "2")))
+    finish(cli(*tiny(tmp_path / "one", "--jobs", "1")))
+    assert measured(tmp_path / "one") == measured(tmp_path / "two")
+    assert "NF 1e-6" in out
+    assert "wrote" in out
+
+
+def test_killed_and_resumed_a_recipe_ends_the_same(tmp_path):
+    more = ("--jobs", "1", "--set", "steps=120")
+    finish(cli(*tiny(tmp_path / "whole", *more)))
+    process = cli(*tiny(tmp_path / "killed", *more), start_new_session=True)
+    first = tmp_path / "killed" / "work" / "quick" / "seed0" / "nf1e-06-128" / "train.csv"
+    part = tmp_path / "killed" / "work" / "quick" / "seed0"
+    began = time.monotonic()
+    while not list(part.glob("nf*/evaluation.csv")) and time.monotonic() - began < 120:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not first.exists() or read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
+    finish(cli(*tiny(tmp_path / "killed", *more)))
+    assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
+
+
+def test_two_processes_share_the_batches_of_a_recipe(tmp_path):
+    more = ("--set", "nf=1e-6", "--set", "fd_every=1000")
+    finish(cli(*tiny(tmp_path / "one", *more, "--jobs", "1")))
+    finish(cli(*tiny(tmp_path / "two", *more, "--devices", "2")))
+    for part in ("plain-10", "nf1e-06-10"):
+        one, two = (
+            read_json(tmp_path / name / "ours.json")["runs"]["quick"]["measured"]["0"][part] for name in ("one", "two")
+        )
+        assert two["mse"] == pytest.approx(one["mse"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("regresion_2d",), "Did you mean 'regression_2d'"),
+        (("coupling_depth", "--seeds", "a"), "expected whole numbers"),
+        (("coupling_depth", "--set", "g"), "expected key=value"),
+        ((), "which recipe"),
+    ],
+)
+def test_bad_words(tmp_path, words, said):
+    err = finish(cli(*words, cwd=tmp_path), code=2)
+    assert said in " ".join(err.split())
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_the_list(tmp_path):
+    out = finish(cli("--list", cwd=tmp_path))
+    for name in names():
+        assert name in out
+    assert "not run" in out
+
+
+# ---- the table
+
+
+def test_the_readme_shows_the_results_that_are_committed(request):
+    root = request.config.rootpath
+    text = (root / "README.md").read_text()
+    shown = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == readme_table(root / "results")
+    for name in names():
+        assert f"`{name}`" in shown
+        assert status(name, "quick", root / "results") != "not run"
+
+
+def test_the_table_goes_between_its_marks(tmp_path):
+    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    reproduce("coupling_depth", out=tmp_path / "results" / "coupling_depth", changes=["depth=10"])
+    write_readme(tmp_path / "README.md", tmp_path / "results")
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "`coupling_depth`" in text
+    (tmp_path / "README.md").write_text("no place")
+    with pytest.raises(InputError, match="no place for the table"):
+        write_readme(tmp_path / "README.md", tmp_path / "results")

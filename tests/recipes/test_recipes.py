@@ -1,0 +1,174 @@
+"""The recipes measure what they say."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bilip.blocks import AffineCoupling, DiagonalScaling, Split
+from bilip.recipes import Work, checkerboard, coupling_depth, find, regression_2d
+from bilip.recipes.plane import condition
+from bilip.record import read_json
+
+
+@pytest.fixture(scope="module")
+def depth():
+    recipe = find("coupling_depth")
+    config = recipe.sizes["quick"]
+    return {part: recipe.run(part, config, Work(None)).numbers for part in recipe.parts(config)}
+
+
+def test_coupling_depth_float32(depth):
+    affine, additive = depth["float32"]["affine"]["error"], depth["float32"]["additive"]["error"]
+    assert affine[0] == pytest.approx(1.2e-7, rel=0.02)
+    assert affine[4] == pytest.approx(6e-4, rel=0.1)
+    assert affine[9] == pytest.approx(6e1, rel=0.1)
+    assert affine[19] == pytest.approx(6.6e11, rel=0.02)
+    assert not any(map(math.isfinite, affine[49:]))
+    assert max(additive) <= 1.2e-7
+
+
+def test_coupling_depth_float64(depth):
+    affine = depth["float64"]["affine"]
+    assert affine["error"][9] == pytest.approx(7e-8, rel=0.02)
+    assert affine["error"][19] == pytest.approx(6.2e2, rel=0.02)
+    assert affine["sigma_max"] == pytest.approx([1.0] * 60)
+    for k in (0, 9, 59):
+        assert affine["sigma_min"][k] == pytest.approx(0.1 ** (k + 1), rel=1e-9)
+        assert affine["condition"][k] == pytest.approx(10.0 ** (k + 1), rel=1e-9)
+    assert depth["float64"]["additive"]["condition"] == pytest.approx([1.0] * 60)
+
+
+def test_the_blocks_of_coupling_depth_scale_by_exactly_g():
+    for dtype in (torch.float32, torch.float64):
+        model = coupling_depth.chain("affine", 1, coupling_depth.Config(), dtype)
+        x = torch.tensor([[1.0, 0.0]], dtype=dtype)
+        assert model(x)[0, 1] == torch.tensor(0.123456789, dtype=dtype)
+        far = model(torch.tensor([[1.0, 1e6]], dtype=dtype))[0, 1] - model(x)[0, 1]
+        assert float(far) == pytest.approx(1e5, rel=1e-6)
+
+
+def test_condition_of_a_product_that_one_decomposition_would_lose():
+    blocks = [DiagonalScaling(torch.tensor([1.0, 1e-8], dtype=torch.float64)) for _ in range(4)]
+    from bilip import Chain
+
+    assert float(condition(Chain(*blocks, shape=(2,)), torch.zeros(1, 2))[0]) == pytest.approx(1e32, rel=1e-9)
+
+
+def test_condition_against_the_jacobian():
+    torch.manual_seed(0)
+    model, x = checkerboard.make_flow("half", checkerboard.QUICK).bijection, torch.randn(5, 2)
+    twin = model.double()
+    expected = [torch.linalg.cond(torch.func.jacrev(lambda v: twin(v[None])[0])(v.double())).item() for v in x]
+    assert condition(model, x.double()).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+TINY = checkerboard.Config(
+    couplings=4,
+    blocks=2,
+    hidden=(8,),
+    residual_hidden=(8,),
+    activation="swish",
+    preactivate=False,
+    batch=32,
+    lr=5e-3,
+    steps=20,
+    residual_lr=5e-3,
+    residual_steps=5,
+    evaluate_every=5,
+    test=200,
+    spacing=1.0,
+)
+
+
+@pytest.mark.parametrize("part", ["sigmoid", "half", "residual"])
+def test_checkerboard_measures_flows(tmp_path, part):
+    m = checkerboard.RECIPE.run(part, TINY, Work(tmp_path))
+    assert m.arrays["error"].shape == m.arrays["density"].shape == (17, 17)
+    assert m.numbers["inside"]["points"] == 81
+    assert m.numbers["outside"]["points"] == 17 * 17 - 81
+    assert m.numbers["outside"]["worst_finite"] < 1e-3  # hardly trained
+    assert m.numbers["best"]["step"] % 5 == 0
+    assert math.isfinite(m.numbers["log10_inverse_bound"])
+    assert read_json(tmp_path / "audit.json")["verdicts"]
+    assert np.isfinite(m.arrays["samples"]).all()
+    density = m.arrays["density"].astype(float).sum()
+    assert 0.5 < density < 1.5  # spacing 1: the sum is about the integral
+
+
+def test_checkerboard_sees_a_broken_inverse():
+    flow = checkerboard.make_flow("sigmoid", TINY)
+    with torch.no_grad():
+        for block in flow.bijection:
+            block.t.layers[-1].bias[1] = -60.0  # every block multiplies by about 1e-26
+    numbers, arrays = checkerboard.measure(flow.eval(), torch.zeros(3, 2), TINY)
+    assert numbers["outside"]["share_above_1"] == 1
+    assert checkerboard._worst(numbers) > 1
+    assert np.isnan(arrays["error"]).any() or (arrays["error"] > 1).all()
+
+
+def test_summary_counts_what_is_not_finite_as_lost():
+    found = checkerboard.summary(torch.tensor([0.0, 2.0, torch.inf, torch.nan]))
+    assert found == {
+        "points": 4,
+        "median": 2.0,
+        "worst_finite": 2.0,
+        "share_above_1": 0.75,
+        "share_non_finite": 0.5,
+    }
+
+
+def test_the_papers_sizes():
+    paper = checkerboard.RECIPE.sizes["paper"]
+    assert (paper.couplings, paper.blocks, paper.hidden, paper.batch, paper.lr, paper.steps) == (
+        200,
+        100,
+        (128,) * 4,
+        500,
+        1e-3,
+        50_000,
+    )
+    flow = checkerboard.make_flow("sigmoid", checkerboard.Config(couplings=2))
+    assert isinstance(flow.bijection[0], AffineCoupling)
+    nets = [type(layer).__name__ for layer in flow.bijection[0].t[1].layers]
+    assert type(flow.bijection[0].t[0]).__name__ == "ScaledSwish"
+    assert nets == ["Linear", "ScaledSwish"] * 4 + ["Linear"]
+    regression = regression_2d.RECIPE.sizes["paper"]
+    assert (regression.blocks, regression.batch, regression.lr, regression.steps, regression.widths) == (
+        24,
+        10_000,
+        1e-4,
+        40_000,
+        (128, 10),
+    )
+
+
+def test_regression_data_and_model():
+    x, y = regression_2d.make_data(10_000, 0)
+    assert torch.equal(y[:, 1], x[:, 1])
+    assert float(y[:, 0].double().std()) == pytest.approx(1e-12, rel=0.05)
+    model = regression_2d.make_model(regression_2d.PAPER, 10)
+    couplings = [block for block in model if isinstance(block, AffineCoupling)]
+    assert len(couplings) == 24
+    assert float(couplings[0].scale(torch.tensor(-200.0))) == pytest.approx(1e-6)
+    assert isinstance(couplings[0].partition, Split)
+
+
+def test_regression_measures_what_a_contraction_does():
+    x, y = regression_2d.make_data(500, 0)
+    block = DiagonalScaling(torch.tensor([1e-5, 1.0]))
+    found = regression_2d.evaluate(block, x, y)
+    assert found["condition"] == pytest.approx(1e5, rel=1e-5)
+    assert found["mse"] == pytest.approx(float((1e-5 * x[:, 0]).square().mean() / 2), rel=1e-3)
+    assert found["share_non_finite"] == 0
+
+
+@pytest.mark.parametrize("part", ["plain-10", "nf1e-06-10", "fd-10"])
+def test_regression_runs(tmp_path, part):
+    config = regression_2d.Config(widths=(10,), blocks=3, points=300, batch=100, lr=2e-3, steps=30, evaluate_every=10)
+    m = regression_2d.RECIPE.run(part, config, Work(tmp_path))
+    assert m.arrays["log_step"].tolist() == [10, 20, 30]
+    assert m.numbers["mse"] < m.arrays["log_mse"][0] * 2
+    assert m.arrays["back"].shape == (300, 2)
+    assert ("FiniteDifference" in m.numbers["skipped"]) == (part == "fd-10")

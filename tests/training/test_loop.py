@@ -1,0 +1,363 @@
+"""The training loop: schedules, exact resume, several processes, and what it refuses."""
+
+import csv
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bilip import Flow, models
+from bilip.blocks import ActNorm
+from bilip.blocks.actnorm import shared_statistics
+from bilip.data import seed_of
+from bilip.errors import CheckpointError, InputError, TrainingDiverged
+from bilip.objectives import Likelihood
+from bilip.training import Average, Settings, Task, load_weights, read_log, read_state, save_state, train
+from training.runs import make_settings, make_task, silent
+
+PROGRAM = Path(__file__).with_name("runs.py")
+FILES = ("last.safetensors", "best.safetensors", "train.csv", "evaluation.csv")
+
+
+def program(folder, steps=100, devices=1, kind="all"):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(folder), str(steps), str(devices), kind],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err[-2000:]
+    return out
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+# ---- exact resume
+
+
+def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
+    finish(program(tmp_path / "whole"))
+    rng, kills = random.Random(), 0
+    folder = tmp_path / "killed"
+    for _ in range(3):
+        process = program(folder)
+        began = time.monotonic()
+        while not (folder / "last.safetensors").exists() and time.monotonic() - began < 120:
+            time.sleep(0.02)
+        time.sleep(rng.random() * 0.4)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        if read_state(folder / "last.safetensors")[1]["step"] >= 90:
+            break
+    assert kills
+    finish(program(folder))
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_stopped_in_the_middle_of_a_logged_interval_it_goes_on_exactly(tmp_path):
+    train(make_task(), make_settings(), tmp_path / "whole", progress=silent)
+
+    def stop(done, steps, latest):
+        if done == 33:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_task(), make_settings(), tmp_path / "stopped", progress=stop)
+    assert (
+        read_state(tmp_path / "stopped" / "last.safetensors")[1]["step"] == 33
+    )  # saved at Ctrl-C, not only every 7 steps
+    train(make_task(), make_settings(), tmp_path / "stopped", progress=silent)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+
+
+def test_a_longer_run_continues_a_shorter_one(tmp_path):
+    train(make_task("flow"), make_settings(steps=80), tmp_path / "whole", progress=silent)
+    for steps in (30, 80):
+        task = make_task("flow")
+        train(task, make_settings(steps=steps), tmp_path / "longer", progress=silent)
+    whole, _ = read_state(tmp_path / "whole" / "last.safetensors")
+    longer, _ = read_state(tmp_path / "longer" / "last.safetensors")
+    assert all(torch.equal(whole[name], longer[name]) for name in whole)
+
+
+def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
+    task = make_task()
+    train(task, make_settings(steps=20), tmp_path, progress=silent)
+    again = make_task()
+    train(again, make_settings(steps=20), tmp_path, progress=silent)  # nothing left to do
+    assert again.model.bijection.report().steps == task.model.bijection.report().steps > 0
+    assert again.penalties[0].seen == task.penalties[0].seen > 0
+
+
+# ---- several processes
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    for devices in (1, 2):
+        finish(program(tmp_path / str(devices), 40, devices, "flow"))
+    one, two = (read_log(tmp_path / str(devices), "train") for devices in (1, 2))
+    assert one["step"] == two["step"]
+    assert one["loss"] == pytest.approx(two["loss"], rel=2e-5)
+    assert len(set(one["loss"])) > 1
+
+
+def test_actnorms_start_from_the_rows_of_all_processes():
+    x = torch.randn(64, 3) * torch.tensor([1.0, 5.0, 0.1]) + 2
+    whole = ActNorm(3)
+    whole(x)
+    halves = x.chunk(2)
+
+    def sums(value):  # what the other process would add, replayed in the order in which ActNorm asks
+        return value + next(others)
+
+    half = ActNorm(3)
+    mean = x.double().mean(0)
+    others = iter(
+        [
+            torch.tensor(32.0, dtype=torch.float64),
+            halves[1].double().sum(0),
+            (halves[1].double() - mean).square().sum(0),
+        ]
+    )
+    with shared_statistics(sums):
+        half(halves[0])
+    assert torch.allclose(half.bias, whole.bias, rtol=1e-6)
+    assert torch.allclose(half.log_scale, whole.log_scale, rtol=1e-5)
+
+
+def test_a_batch_that_cannot_be_shared_equally():
+    from bilip.training.machines import own_rows
+
+    class Three:
+        world_size, global_rank = 3, 0
+
+    with pytest.raises(InputError, match="shared equally by 3 processes"):
+        own_rows(torch.zeros(50, 2), Three())
+    assert own_rows(torch.arange(6.0), Three()).tolist() == [0.0, 3.0]
+
+
+# ---- what a step does
+
+
+def test_accumulated_parts_give_the_step_of_the_whole(tmp_path):
+    models_ = []
+    for accumulate in (1, 3):
+        task = make_task("flow")
+        train(task, make_settings(steps=5, accumulate=accumulate), tmp_path / str(accumulate), progress=silent)
+        models_.append(task.model)
+    one, three = (torch.cat([p.flatten() for p in model.parameters()]) for model in models_)
+    assert torch.allclose(one, three, atol=1e-6)
+
+
+def test_the_loop_is_adam_on_the_same_batches(tmp_path):
+    task = make_task("flow")
+    reference = make_task("flow")
+    settings = make_settings(steps=12, clip=0.5)
+    train(task, settings, tmp_path, progress=silent)
+    model = reference.model.train()
+    with torch.no_grad():
+        reference.loss(model, 0, *reference.batch(lambda purpose: seed_of(1, 0, purpose)))  # ActNorms start
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for step in range(12):
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * min(1, (step + 1) / 10)
+        optimizer.zero_grad()
+        loss = reference.loss(model, step, *reference.batch(lambda purpose, step=step: seed_of(1, step, purpose)))
+        loss["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for trained, expected in zip(task.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(trained, expected, atol=1e-6)
+
+
+def test_the_average_is_what_is_evaluated(tmp_path):
+    seen = []
+    base = make_task("flow")
+
+    def evaluate(model, done):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        seen.append(torch.cat([p.flatten() for p in model.parameters()]))
+        return {"test_loss": 1.0}
+
+    task = Task(base.model, base.batch, base.loss, evaluate)
+    train(task, make_settings(steps=20, evaluate_every=20, ema=0.9), tmp_path, progress=silent)
+    assert task.model.training
+    live = torch.cat([p.flatten() for p in task.model.parameters()])
+    tensors, _ = read_state(tmp_path / "last.safetensors")
+    kept = torch.cat([tensors[f"average.{name}"].flatten() for name, _ in task.model.named_parameters()])
+    assert torch.equal(seen[0], kept)
+    assert not torch.allclose(live, kept)
+
+
+def test_average_by_hand():
+    model = torch.nn.Linear(1, 1, bias=False)
+    start = float(model.weight.detach())
+    average, expected = Average(model, 0.8), start
+    for k in range(5):
+        model.weight.data.fill_(k)
+        average.update()
+        expected = 0.8 * expected + 0.2 * k
+    with average.in_place():
+        assert float(model.weight.detach()) == pytest.approx(expected, rel=1e-6)
+    assert float(model.weight.detach()) == 4.0
+
+
+def test_the_best_weights_are_kept(tmp_path):
+    losses = iter([3.0, 1.0, 2.0])
+    weights = []
+    base = make_task("flow")
+
+    def evaluate(model, done):
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"test_loss": next(losses)}
+
+    task = Task(base.model, base.batch, base.loss, evaluate)
+    trained = train(task, make_settings(steps=30, evaluate_every=10), tmp_path, progress=silent)
+    assert (trained.best_step, trained.best_loss) == (20, 1.0)
+    best = make_task("flow").model
+    load_weights(best, read_state(tmp_path / "best.safetensors")[0])
+    assert all(torch.equal(value, weights[1][name]) for name, value in best.state_dict().items())
+
+
+def test_schedule():
+    settings = Settings(steps=100, lr=1.0, warmup=4, milestones=(10, 20), decay=0.5)
+    assert [settings.rate(step) for step in (0, 3, 9, 10, 19, 20)] == [0.25, 1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_logs_hold_means_over_their_interval(tmp_path):
+    losses = []
+    base = make_task("flow")
+
+    def loss(model, step, x):
+        found = base.loss(model, step, x)
+        if torch.is_grad_enabled():
+            losses.append(float(found["loss"].detach()))
+        return found
+
+    train(Task(base.model, base.batch, loss), make_settings(steps=25), tmp_path, progress=silent)
+    log = read_log(tmp_path, "train")
+    assert log["step"] == [10, 20, 25]
+    expected = [sum(part) / len(part) for part in (losses[:10], losses[10:20], losses[20:])]
+    assert log["loss"] == pytest.approx(expected, rel=1e-5)
+    with (tmp_path / "train.csv").open() as file:
+        assert next(csv.reader(file)) == ["step", "loss", "nll", "lr"]
+
+
+def test_seeds_depend_on_all_they_are_for():
+    seeds = {seed_of(a, b, c) for a in (0, 1) for b in (0, 1) for c in ("data", "nets")}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# ---- bad input
+
+
+def test_diverged_training_says_where_and_what_is_left(tmp_path):
+    base = make_task("flow")
+
+    def loss(model, step, x):
+        found = base.loss(model, step, x)
+        return {"loss": found["loss"] * (math.nan if step == 17 else 1.0)}
+
+    with pytest.raises(TrainingDiverged, match=r"in step 18; the last good checkpoint is .*last.safetensors") as info:
+        train(Task(base.model, base.batch, loss), make_settings(steps=40), tmp_path, progress=silent)
+    assert info.value.step == 18
+    tensors, facts = read_state(tmp_path / "last.safetensors")
+    assert facts["step"] == 14
+    assert all(bool(value.isfinite().all()) for value in tensors.values())
+
+
+def test_a_run_of_another_architecture_or_with_other_settings(tmp_path):
+    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    other = Task(Flow(models.real_nvp(2, blocks=6)), make_task("flow").batch, Likelihood())
+    with pytest.raises(CheckpointError, match="another architecture"):
+        train(other, make_settings(steps=5), tmp_path, progress=silent)
+    with pytest.raises(CheckpointError, match=r"other settings \(lr=0.005 there, lr=0.1 now\)"):
+        train(make_task("flow"), make_settings(steps=5, lr=0.1), tmp_path, progress=silent)
+    with pytest.raises(CheckpointError, match="5 steps, more than the 3 asked for"):
+        train(make_task("flow"), make_settings(steps=3), tmp_path, progress=silent)
+    with pytest.raises(CheckpointError, match="0 penalties there, 1 now"):
+        train(
+            Task(make_task("flow").model, make_task("flow").batch, Likelihood(), None, make_task().penalties),
+            make_settings(steps=5),
+            tmp_path,
+            progress=silent,
+        )
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b'\x10\x00\x00\x00\x00\x00\x00\x00{"a": 1}      '])
+def test_a_broken_state(tmp_path, content):
+    path = tmp_path / "last.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+
+
+def test_a_truncated_or_foreign_state(tmp_path):
+    path = tmp_path / "state.safetensors"
+    save_state(path, {"a": torch.ones(100)}, {"step": 1})
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="not a readable training state"):
+        read_state(path)
+    import safetensors.torch
+
+    path.write_bytes(safetensors.torch.save({"a": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match="not written by a bilip training run"):
+        read_state(path)
+    save_state(path, {"a": torch.ones(1)}, {"version": 99})
+    with pytest.raises(CheckpointError, match="version 99"):
+        read_state(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0},
+        {"lr": 0.0},
+        {"lr": -1.0},
+        {"warmup": -1},
+        {"clip": 0.0},
+        {"ema": 1.0},
+        {"accumulate": 0},
+        {"device": "tpu"},
+        {"devices": 0},
+        {"log_every": 0},
+    ],
+)
+def test_bad_settings(changes):
+    with pytest.raises(InputError, match=f"Settings\\({next(iter(changes))}="):
+        make_settings(**changes)
+
+
+def test_bad_tasks(tmp_path):
+    base = make_task("flow")
+    with pytest.raises(InputError, match="scalar tensor under the name 'loss'"):
+        train(
+            Task(base.model, base.batch, lambda m, s, x: {"nll": x.sum()}), make_settings(), tmp_path, progress=silent
+        )
+    frozen = make_task("flow")
+    frozen.model.requires_grad_(False)
+    with pytest.raises(InputError, match="nothing to train"):
+        train(frozen, make_settings(), tmp_path / "b", progress=silent)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA device"):
+            train(make_task("flow"), make_settings(device="cuda"), tmp_path / "c", progress=silent)
+        with pytest.raises(InputError, match="only one GPU"):
+            train(make_task("flow"), make_settings(capture=True), tmp_path / "d", progress=silent)
