@@ -26,6 +26,10 @@ ROOMS = [
     "bilip.demo_flows",
     "bilip.reversible",
     "bilip.regularizers",
+    "bilip.objectives",
+    "bilip.training",
+    "bilip.recipes",
+    "bilip.figures",
 ]
 # Values, records and abstract classes: explained where they are made.
 NO_EXAMPLE = {

@@ -32,14 +32,18 @@ _SUBMODULES = (
     "bounds",
     "data",
     "errors",
+    "figures",
     "models",
     "nets",
+    "objectives",
     "probes",
+    "recipes",
     "record",
     "regularizers",
     "report",
     "reversible",
     "testing",
+    "training",
 )
 
 __all__ = [
@@ -63,14 +67,18 @@ __all__ = [
     "bounds",
     "data",
     "errors",
+    "figures",
     "models",
     "nets",
+    "objectives",
     "probes",
+    "recipes",
     "record",
     "regularizers",
     "report",
     "reversible",
     "testing",
+    "training",
 ]
 
 if TYPE_CHECKING:
@@ -80,14 +88,18 @@ if TYPE_CHECKING:
         bounds,
         data,
         errors,
+        figures,
         models,
         nets,
+        objectives,
         probes,
+        recipes,
         record,
         regularizers,
         report,
         reversible,
         testing,
+        training,
     )
     from bilip._audit import Budget, audit
     from bilip._verdicts import Thresholds

@@ -7,7 +7,7 @@ Affine coupling with a scale in (0, 1), with a scale in (0.5, 1), and residual b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +110,8 @@ class CheckerboardFlows(Recipe):
         "paper": "hours on one GPU",
     }
     matched = (
-        "100 blocks of the affine flows are 100 pairs of couplings.",
-        "Nets begin with their activation, swish with a learned slope; the last layer is not started at zero; no ActNorm.",
+        "100 blocks of the affine flows are 100 pairs of couplings (gpu, paper).",
+        "Nets begin with their activation, swish with a learned slope (gpu, paper); last layers are not started at zero; no ActNorm.",
         "No weight decay: the original's has no effect.",
     )
     corrected = (
@@ -152,49 +152,60 @@ class CheckerboardFlows(Recipe):
         arrays["samples"] = flow.sample(5000, generator=_generator(work)).detach().cpu().numpy()
         work.progress("auditing", 0.9)
         numbers |= audited(flow, held_out, work)
-        tensors, _ = read_state(trained.folder / "best.safetensors")
-        load_weights(flow, tensors)
-        best, _ = measure(flow, held_out, config)
-        numbers["best"] = {"step": trained.best_step, **best}
+        if trained.best_step:  # there is none if no test loss was finite
+            load_weights(flow, read_state(trained.folder / "best.safetensors")[0])
+        numbers["best"] = {"step": trained.best_step, **measure(flow, held_out, config)[0]}
         log = read_log(work.folder, "evaluation")
         numbers["evaluations_lost"] = sum(share > 0 for share in log["lost_outside"]), len(log["step"])
         return Measured(numbers, arrays | {f"log_{name}": np.array(values) for name, values in log.items()})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
+        def each(part: str, text: Callable[[Mapping[str, Any]], str]) -> str:
+            return "; ".join(text(found[seed][part].numbers) for seed in found)
+
+        said = self.paper()["in_short"]
         lines = [
             Line(
-                f"{TITLES[part]}: wrong outside",
-                {"sigmoid": "non-invertible", "half": "more stable, still explodes", "residual": "low error"}[part],
-                "; ".join(_outside(found[seed][part].numbers) for seed in found),
+                f"{title}: lost outside",
+                said[part],
+                each(part, _outside),
                 all(_holds(part, found[seed][part].numbers) for seed in found),
             )
-            for part in TITLES
+            for part, title in TITLES.items()
         ]
-        ordered = [_order(found[seed]) for seed in found]
+        order = [_order(found[seed]) for seed in found]
         lines.append(
             Line(
-                "worst outside: (0, 1) > (0.5, 1) > residual",
-                "as in the figure",
-                f"{sum(ordered)} of {len(ordered)} seeds",
-                all(ordered),
+                "worst error outside: (0, 1) above (0.5, 1) above residual",
+                said["order"],
+                "; ".join(" > ".join(f"{_worst(found[seed][part].numbers):.1g}" for part in TITLES) for seed in found),
+                all(order),
             )
         )
-        for part in TITLES:
-            numbers = [found[seed][part].numbers for seed in found]
-            lines.append(
+        ratio = max(found[seed]["residual"].numbers["error_over_predicted"] for seed in found)
+        lines.append(Line("residual: error over eps (1 + |x|) cond, at most", "", f"{ratio:.2g}"))
+        for part, title in TITLES.items():
+            lines += [
+                Line(f"{title}: lost outside, best test loss", "", each(part, lambda n: _outside(n["best"]))),
                 Line(
-                    f"{TITLES[part]}: test loss, at best {math.log(32):.3f}",
+                    f"{title}: evaluations with any lost",
                     "",
-                    ", ".join(f"{n['test_nll']:.3f}" for n in numbers),
-                )
-            )
-            lines.append(
+                    each(part, lambda n: "{} of {}".format(*n["evaluations_lost"])),
+                ),
                 Line(
-                    f"{TITLES[part]}: proven Lip(F⁻¹) on [-8, 8]²",
+                    f"{title}: test loss, at least {math.log(32):.3f}", "", each(part, lambda n: f"{n['test_nll']:.3f}")
+                ),
+                Line(
+                    f"{title}: Lip(F⁻¹) on [-8, 8]² proven",
                     "",
-                    ", ".join(f"10^{n['log10_inverse_bound']:.3g}" for n in numbers),
-                )
-            )
+                    each(part, lambda n: f"10^{n['log10_inverse_bound']:.3g}"),
+                ),
+                Line(
+                    f"{title}: points lost to an attack",
+                    "",
+                    each(part, lambda n: f"{100 * n['attack_share_success']:.3g} %"),
+                ),
+            ]
         return lines
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
@@ -292,7 +303,7 @@ def _generator(work: Work) -> torch.Generator:
 
 def _outside(numbers: Mapping[str, Any]) -> str:
     out = numbers["outside"]
-    return f"{100 * out['share_above_1']:.3g} % > 1 ({100 * out['share_non_finite']:.3g} % not finite)"
+    return f"{100 * out['share_above_1']:.3g} % ({100 * out['share_non_finite']:.3g} % not finite)"
 
 
 def _worst(numbers: Mapping[str, Any]) -> float:
@@ -307,8 +318,10 @@ def _holds(part: str, numbers: Mapping[str, Any]) -> bool:
 
 
 def _order(parts: Mapping[str, Measured]) -> bool:
-    sigmoid, half, residual = (_worst(parts[part].numbers) for part in TITLES)
-    return sigmoid > half > residual or (sigmoid == math.inf and half > residual)
+    """Whether each loses more than the next, or, where both lose the same share, has a larger worst error."""
+    numbers = [parts[part].numbers for part in TITLES]
+    sigmoid, half, residual = ((n["outside"]["share_above_1"], _worst(n)) for n in numbers)
+    return sigmoid > half > residual
 
 
 RECIPE = CheckerboardFlows()

@@ -70,8 +70,10 @@ class CouplingDepth(Recipe):
     claim = "Repeated affine blocks lose their input to rounding, exponentially in depth; additive blocks do not."
     sizes: Mapping[str, Config] = {"quick": Config(), "gpu": Config(), "paper": Config()}
     cost: Mapping[str, str] = dict.fromkeys(("quick", "gpu", "paper"), "seconds on one core")
-    matched = ("The halves do not take turns: the paper's text says 'the trivial partition'.",)
-    corrected = ("The original has no code for this figure; the blocks here are those of the library.",)
+    corrected = (
+        "The original has no code for this figure; the blocks here are those of the library. The halves do not take turns: the paper's "
+        "text says 'the trivial partition'.",
+    )
 
     def parts(self, config: Config) -> Sequence[str]:
         return ("float32", "float64")
@@ -98,14 +100,20 @@ class CouplingDepth(Recipe):
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         affine, additive = (found[min(found)]["float32"].numbers[kind]["error"] for kind in ("affine", "additive"))
+        said = self.paper()["in_short"]
         lost = next((k + 1 for k, error in enumerate(affine) if not math.isfinite(error)), None)
         tail = f", not finite from depth {lost}" if lost else ""
         shown = ", ".join(f"{affine[k - 1]:.2g} at {k}" for k in (1, 5, 10, 20) if k <= config.depth)
         rising = affine[min(config.depth, 10) - 1] > 1e3 * affine[0]
         wide = found[min(found)]["float64"].numbers["affine"]["error"]
         return [
-            Line("error of affine blocks, float32", "explodes with depth", shown + tail, rising),
-            Line("error of additive blocks, float32", "small", f"at most {max(additive):.2g}", max(additive) <= 1.2e-7),
+            Line("error of affine blocks, float32", said["affine"], shown + tail, rising),
+            Line(
+                "error of additive blocks, float32",
+                said["additive"],
+                f"at most {max(additive):.2g}",
+                max(additive) <= 1.2e-7,
+            ),
             Line(
                 "error of affine blocks, float64",
                 "",

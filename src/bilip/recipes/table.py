@@ -40,7 +40,7 @@ def status(name: str, size: str, *roots: str | Path) -> str:
     if run is None:
         return "not run"
     judged = [line["holds"] for line in run["lines"] if line["holds"] is not None]
-    return f"{sum(judged)} of {len(judged)} statements agree, {len(run['measured'])} seeds ({run['device']})"
+    return f"{sum(judged)} of {len(judged)} statements agree, {_seeds(run)} ({run['device']})"
 
 
 def readme_table(results: str | Path) -> str:

@@ -12,6 +12,8 @@ from bilip.errors import CheckpointError
 
 __all__ = ["Log", "read_log"]
 
+KINDS = ("train", "evaluation")
+
 
 class Log:
     """Rows of numbers, in one CSV file for each kind, and as scalars for TensorBoard.
@@ -49,10 +51,10 @@ class Log:
             return
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob("*.csv"):
-            if path.stem not in self.sizes:
+        for path in (self.folder / f"{kind}.csv" for kind in KINDS):
+            if path.exists() and path.stem not in self.sizes:
                 path.unlink()
-            else:
+            elif path.exists():
                 with path.open("r+b") as file:
                     file.truncate(self.sizes[path.stem])
         self._board = _board(self.folder / "tensorboard", step) if tensorboard else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 
 from bilip.data import seed_of
 from bilip.errors import TrainingDiverged
+from bilip.training.interrupt import Interrupts
 from bilip.training.machines import launch
 from bilip.training.progress import shown
-from bilip.training.run import Run
+from bilip.training.run import Run, Trained
 from bilip.training.settings import Settings
 from bilip.training.state import save_state
 from bilip.training.task import Task
@@ -23,25 +23,6 @@ from bilip.training.task import Task
 __all__ = ["Trained", "train"]
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Where a run ended.
-
-    Attributes:
-        folder: `last.safetensors`, `best.safetensors` if a test loss was evaluated, `train.csv`, `evaluation.csv`.
-        steps: Steps done.
-        best_step: Steps done when the test loss was smallest; 0 if none was evaluated.
-        best_loss: That test loss.
-        main: Whether this process is the one that writes and measures.
-    """
-
-    folder: Path
-    steps: int
-    best_step: int
-    best_loss: float
-    main: bool
 
 
 def train(
@@ -77,26 +58,28 @@ def train(
         5
     """
     with contextlib.ExitStack() as stack:
-        show = progress or stack.enter_context(shown())
         run = Run(task, settings, Path(folder), launch(settings) if fabric is None else fabric)
         stack.callback(run.log.close)
+        show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
+        interrupts = stack.enter_context(Interrupts())
         try:
-            _to_the_end(run, show)
+            _to_the_end(run, show, interrupts)
         except KeyboardInterrupt:
-            run.save()
+            if run.between_steps:
+                run.save()
             raise
     return Trained(run.folder, run.done, run.best_step, run.best_loss, run.main)
 
 
-def _to_the_end(run: Run, progress: Progress) -> None:
+def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
     settings, latest = run.settings, {}
     while run.done < settings.steps:
-        step = run.done
+        step, run.between_steps = run.done, False
         run.set_rate(settings.rate(step))
         torch.manual_seed(seed_of(settings.seed, step, f"nets {run.fabric.global_rank}"))
         for name, value in run.step(step, run.batch(step)).items():
             run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
-        run.done = step + 1
+        run.done, run.summed, run.between_steps = step + 1, run.summed + 1, True
         if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
             latest |= _logged(run)
         if settings.due(settings.evaluate_every, run.done):
@@ -104,14 +87,15 @@ def _to_the_end(run: Run, progress: Progress) -> None:
         if settings.due(settings.save_every, run.done):
             run.save()
         progress(run.done, settings.steps, latest)
+        interrupts.check()
     run.fabric.barrier()
 
 
 def _logged(run: Run) -> dict[str, float]:
     """Log the mean losses since the last row."""
-    since = run.done % run.settings.log_every or run.settings.log_every
+    since = run.summed
     means = {name: run.fabric.all_reduce(value / since, reduce_op="mean") for name, value in run.sums.items()}
-    run.sums.clear()
+    run.sums, run.summed = {}, 0
     values = {name: float(value) for name, value in means.items()}
     if not math.isfinite(values["loss"]):
         when = f"in step {run.done}" if run.exact else f"in step {run.done} or up to {since - 1} before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,26 @@ from bilip.training.state import load_weights, read_state, restore_optimizer, sa
 from bilip.training.step import CapturedStep, Step
 from bilip.training.task import Objective, Task
 
-__all__ = ["Run"]
+__all__ = ["Run", "Trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a run ended.
+
+    Attributes:
+        folder: `last.safetensors`, `best.safetensors` if a test loss was evaluated, `train.csv`, `evaluation.csv`.
+        steps: Steps done.
+        best_step: Steps done when the test loss was smallest; 0 if none was evaluated.
+        best_loss: That test loss.
+        main: Whether this process is the one that writes and measures.
+    """
+
+    folder: Path
+    steps: int
+    best_step: int
+    best_loss: float
+    main: bool
 
 
 class Run:
@@ -40,13 +60,16 @@ class Run:
         self.main: bool = fabric.is_global_zero
         self.done, self.best_step, self.best_loss = 0, 0, math.inf
         self.sums: dict[str, Tensor] = {}  # of the losses since the last logged row
+        self.summed, self.between_steps = 0, True
         folder.mkdir(parents=True, exist_ok=True)
         tensors, facts = read_state(self.last) if self.last.exists() else ({}, {})
         if facts:
             self._require_same(facts)
             load_weights(task.model, tensors, self.last)
         objective = Objective(task).to(fabric.device).train()
+        self._require_dtype(objective)
         if not facts:
+            self._share_weights(objective)
             self._start_actnorms(objective)
         self.average = None if settings.ema is None else Average(task.model, settings.ema)
         captured = settings.captures(fabric.device.type, fabric.world_size)
@@ -78,6 +101,8 @@ class Run:
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """This process's rows of the batch of a step, on its device."""
         whole = self.task.batch(lambda purpose: seed_of(self.settings.seed, step, purpose))
+        if not isinstance(whole, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in whole) or not whole:
+            raise InputError(f"Task.batch returned a {type(whole).__name__}: expected a tuple of tensors, as in (x,).")
         return tuple(self.fabric.to_device(own_rows(tensor, self.fabric)) for tensor in whole)
 
     def save(self) -> None:
@@ -98,6 +123,8 @@ class Run:
             "guards": {name: walk.guard_state() for name, walk in self._walks().items()},
             "penalties": [{"seen": p.seen, "skipped": p.skipped} for p in self.task.penalties],
             "log": self.log.sizes,
+            "sums": list(self.sums),
+            "summed": self.summed,
         }
         save_state(self.last, tensors, facts)
 
@@ -108,8 +135,8 @@ class Run:
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.done, self.best_step, self.best_loss = facts["step"], facts["best_step"], facts["best_loss"]
         restore_optimizer(self.optimizer, tensors, facts["optimizer"])
-        for name in [name for name in tensors if name.startswith("sums.")]:
-            self.sums[name.removeprefix("sums.")] = tensors[name].to(self.fabric.device)
+        self.sums = {name: tensors[f"sums.{name}"].to(self.fabric.device) for name in facts["sums"]}
+        self.summed = facts["summed"]
         if self.average is not None:
             for name, value in self.average.weights.items():
                 value.copy_(tensors[f"average.{name}"])
@@ -131,6 +158,22 @@ class Run:
                 f"{self.folder} holds a run of {facts['step']} steps, more than the {self.settings.steps} asked for. "
                 "Choose another folder, or delete that one."
             )
+
+    def _require_dtype(self, objective: Objective) -> None:
+        wanted = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+        dtype = wanted.get(self.settings.precision, torch.float32)
+        other = next((p.dtype for p in objective.parameters() if p.is_floating_point() and p.dtype != dtype), None)
+        if other is not None:
+            raise InputError(
+                f"precision={self.settings.precision!r} trains weights in {str(dtype).removeprefix('torch.')}, but the model has some in "
+                f"{str(other).removeprefix('torch.')}. Convert it first, as in model.to({dtype})."
+            )
+
+    def _share_weights(self, objective: Objective) -> None:
+        """All processes begin with the weights of the first, before ActNorms look at activations."""
+        if self.fabric.world_size > 1:
+            for value in objective.state_dict().values():
+                value.copy_(self.fabric.broadcast(value))
 
     def _walks(self) -> dict[str, Reversible]:
         return {name: part for name, part in self.task.model.named_modules() if isinstance(part, Reversible)}

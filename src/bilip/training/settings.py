@@ -9,7 +9,8 @@ from bilip.errors import InputError
 
 __all__ = ["Settings"]
 
-# What may differ between a run and its continuation: none of it changes a number.
+# What may differ between a run and its continuation: where it runs, and how often it is saved and logged.
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 FREE = ("log_every", "save_every", "device", "devices", "nodes", "capture")
 
 
@@ -27,7 +28,7 @@ class Settings:
         weight_decay: Of Adam, decoupled (AdamW) where it is not 0.
         clip: Largest norm of a gradient; `None` for no clipping.
         ema: Decay of an exponential moving average of the weights, which is then what is evaluated; `None` for none.
-        accumulate: Batches whose gradients are averaged in a step.
+        accumulate: Parts into which a batch is cut, one after the other, to save memory; the step stays the same.
         seed: Every random number is a function of it, the step and a purpose.
         evaluate_every: Steps from one evaluation to the next; 0 for one at the end only.
         save_every: Steps from one checkpoint to the next; 0 for one at the end only.
@@ -73,6 +74,7 @@ class Settings:
             self._require(name, 0 < getattr(self, name) < float("inf"), "a positive number")
         self._require("clip", self.clip is None or self.clip > 0, "a positive number or None")
         self._require("ema", self.ema is None or 0 < self.ema < 1, "a number between 0 and 1, or None")
+        self._require("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         self._require("device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
 
     def _require(self, name: str, good: bool, expected: str) -> None:

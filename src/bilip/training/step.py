@@ -94,7 +94,8 @@ class CapturedStep:
 
     def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
         """Train on a batch; its losses, valid until the next call."""
-        key = (self.variant(step), *(tensor.shape for tensor in batch))
+        anchors = tuple(place for watch in self.watches for place in watch.anchors)  # new ones need a new graph
+        key = (self.variant(step), anchors, *(tensor.shape for tensor in batch))
         self.calls[key] = self.calls.get(key, 0) + 1
         if self.calls[key] <= WARMUP:
             self.side.wait_stream(torch.cuda.current_stream())

@@ -27,7 +27,8 @@ class Task:
             batch, so that the shares of several processes average to it.
         evaluate: From the model, in evaluation mode, and the number of steps done to numbers for the log. The weights with the smallest
             `"test_loss"` are kept beside the last ones.
-        penalties: The penalties that `loss` uses: their cadence decides which steps are alike, their counts are saved.
+        penalties: The penalties that `loss` uses: their cadence decides which steps are alike, their counts are saved. By default those
+            of `loss.penalties`, which the objectives of bilip have.
 
     Example:
         >>> import torch
@@ -45,6 +46,10 @@ class Task:
     loss: Callable[..., Mapping[str, Tensor]]
     evaluate: Callable[[nn.Module, int], Mapping[str, float]] | None = None
     penalties: Sequence[Penalty] = ()
+
+    def __post_init__(self) -> None:
+        if not self.penalties:
+            object.__setattr__(self, "penalties", tuple(getattr(self.loss, "penalties", ())))
 
     def variant(self, step: int) -> tuple[bool, ...]:
         """Which penalties are due: steps with the same answer do the same work."""
@@ -64,4 +69,7 @@ class Objective(nn.Module):
         if not isinstance(value, Tensor) or value.ndim:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"Task.loss returned 'loss' as {got}: expected a scalar tensor under the name 'loss'.")
+        for name, part in found.items():
+            if not isinstance(part, Tensor) or part.numel() != 1:
+                raise InputError(f"Task.loss returned {name!r} as {type(part).__name__}: expected scalar tensors.")
         return found
