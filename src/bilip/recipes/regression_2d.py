@@ -74,7 +74,7 @@ class Regression2D(Recipe):
     where = "figures of the 2D regression task"
     claim = "Regression onto a line makes a Glow model non-invertible; the flow likelihood with a tiny weight keeps it stable."
     sizes: Mapping[str, Config] = {
-        "quick": replace(PAPER, widths=(10,), batch=1000, lr=2e-3, steps=2600, evaluate_every=200),
+        "quick": replace(PAPER, widths=(10,), batch=1000, lr=2e-3, steps=2200, evaluate_every=200),
         "gpu": replace(PAPER, steps=10_000),
         "paper": PAPER,
     }
