@@ -229,20 +229,48 @@ def test_side_by_side_and_one_after_the_other_measure_the_same(tmp_path):
 
 
 def test_killed_and_resumed_a_recipe_ends_the_same(tmp_path):
-    more = ("--jobs", "1", "--set", "steps=120")
+    more = ("--set", "steps=150", "--jobs", "2")
     finish(cli(*tiny(tmp_path / "whole", *more)))
-    process = cli(*tiny(tmp_path / "killed", *more), start_new_session=True)
-    first = tmp_path / "killed" / "work" / "quick" / "seed0" / "nf1e-06-128" / "train.csv"
+    process = cli(*tiny(tmp_path / "killed", *more))
     part = tmp_path / "killed" / "work" / "quick" / "seed0"
     began = time.monotonic()
-    while not list(part.glob("nf*/evaluation.csv")) and time.monotonic() - began < 120:
+    while len(list(part.glob("*/evaluation.csv"))) < 2 and time.monotonic() - began < 120:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # the parent alone: its children have to notice
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert not first.exists() or read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
+    assert read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
     finish(cli(*tiny(tmp_path / "killed", *more)))
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
+def test_children_leave_with_their_parent(tmp_path):
+    process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
+    began = time.monotonic()
+    while len(list(tmp_path.glob("work/quick/seed0/*/train.csv"))) < 2 and time.monotonic() - began < 120:
+        time.sleep(0.05)
+    children = [pid for pid in _processes() if _parent(pid) == process.pid]
+    assert len(children) >= 2
+    process.kill()
+    process.communicate()
+    began = time.monotonic()
+    while any(pid in _processes() for pid in children) and time.monotonic() - began < 20:
+        time.sleep(0.1)
+    assert not any(pid in _processes() for pid in children)
+
+
+def _processes():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _parent(int(name)) is not None]
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def test_two_processes_share_the_batches_of_a_recipe(tmp_path):

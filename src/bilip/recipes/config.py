@@ -61,10 +61,9 @@ def _read(key: str, text: str, kind: Any) -> Any:
         if text.lower() in ("none", ""):
             return None
         kind = next(option for option in options if option is not type(None))
-    origin = typing.get_origin(kind)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(key, part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip())
     try:
-        if origin is tuple:
-            return tuple(_read(key, part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip())
         if kind is bool:
             return WORDS[text.lower()]
         if kind is int:

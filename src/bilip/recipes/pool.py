@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from typing import Any
 
 from bilip.errors import BilipError
@@ -58,6 +61,7 @@ def side_by_side(do: Do, pieces: Sequence[Any], jobs: int, show: Callable[[str, 
 
 
 def _one(do: Do, piece: Any, reports: Any) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     last = 0.0
 
     def progress(text: str, share: float) -> None:
@@ -74,6 +78,14 @@ def _one(do: Do, piece: Any, reports: Any) -> None:
         reports.put((piece.title, "failed", error))
         return
     reports.put((piece.title, "done", "done", 1.0))
+
+
+def _leave_with_parent() -> None:
+    """A piece whose parent was killed must not go on beside the one that takes its place."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _heard(reports: Any) -> list[tuple]:

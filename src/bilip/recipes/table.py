@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import InputError, RecordError
-from bilip.recipes.frame import find, names
-from bilip.recipes.recipe import SIZES
+from bilip.recipes.frame import names
 from bilip.record import read_json, write_aside
 
 __all__ = ["readme_table", "status", "write_readme"]
@@ -44,23 +43,21 @@ def status(name: str, size: str, *roots: str | Path) -> str:
 
 
 def readme_table(results: str | Path) -> str:
-    """The recipes as a Markdown table, from `results/*/ours.json`."""
-    rows = [
-        "| recipe | claim of the paper | size | statement | paper | ours | agrees |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """What was judged, as a Markdown table, from `results/*/ours.json`; a size that says the same as the one before is left out."""
+    rows, notes = ["| recipe | statement | paper | ours, seed by seed | agrees |", "|---|---|---|---|---|"], []
     for name in names():
-        for size in (size for size in SIZES if size in runs(name, results)):
-            run = runs(name, results)[size]
-            for k, line in enumerate(line for line in run["lines"] if line["holds"] is not None):
-                head = (
-                    [f"`{name}`", find(name).claim, f"{size}, {_seeds(run)}, {run['device']}"]
-                    if k == 0
-                    else ["", "", ""]
-                )
-                tail = [line["what"], line["paper"], line["ours"], "yes" if line["holds"] else "**no**"]
-                rows.append("| " + " | ".join(cell.replace("|", "/") for cell in head + tail) + " |")
-    return "\n".join(rows)
+        before: list[dict[str, Any]] = []
+        for size, run in runs(name, results).items():
+            lines = [line for line in run["lines"] if line["holds"] is not None]
+            if lines == before:
+                continue
+            before = lines
+            for k, line in enumerate(lines):
+                head = f"[`{name}`](results/{name}/ours.json), {size}" if k == 0 else ""
+                cells = [head, line["what"], line["paper"], line["ours"], "yes" if line["holds"] else "**no**"]
+                rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+            notes.append(f"{name} {size}: {_seeds(run)}, {run['device']}, torch {run['environment'].get('torch', '?')}")
+    return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"
 
 
 def write_readme(readme: str | Path, results: str | Path) -> None:
