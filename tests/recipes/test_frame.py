@@ -38,6 +38,7 @@ def tiny(out, *more):
 
 
 def measured(folder):
+    """What was found, without what differs from one run to the next."""
     run = read_json(folder / "ours.json")["runs"]["quick"]
     return json.dumps({"measured": run["measured"], "lines": run["lines"]})
 
@@ -220,17 +221,9 @@ def test_no_gpu_here(tmp_path):
 # ---- the command line, and processes
 
 
-def test_side_by_side_and_one_after_the_other_measure_the_same(tmp_path):
-    out = finish(cli(*tiny(tmp_path / "two", "--jobs", "2")))
-    finish(cli(*tiny(tmp_path / "one", "--jobs", "1")))
-    assert measured(tmp_path / "one") == measured(tmp_path / "two")
-    assert "NF 1e-6" in out
-    assert "wrote" in out
-
-
-def test_killed_and_resumed_a_recipe_ends_the_same(tmp_path):
+def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
+    reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=150"], jobs=1)
     more = ("--set", "steps=150", "--jobs", "2")
-    finish(cli(*tiny(tmp_path / "whole", *more)))
     process = cli(*tiny(tmp_path / "killed", *more))
     part = tmp_path / "killed" / "work" / "quick" / "seed0"
     began = time.monotonic()
@@ -240,8 +233,10 @@ def test_killed_and_resumed_a_recipe_ends_the_same(tmp_path):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
-    finish(cli(*tiny(tmp_path / "killed", *more)))
+    out = finish(cli(*tiny(tmp_path / "killed", *more)))
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
+    assert "NF 1e-6" in out
+    assert "wrote" in out
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
@@ -274,9 +269,8 @@ def _parent(pid):
 
 
 def test_two_processes_share_the_batches_of_a_recipe(tmp_path):
-    more = ("--set", "nf=1e-6", "--set", "fd_every=1000")
-    finish(cli(*tiny(tmp_path / "one", *more, "--jobs", "1")))
-    finish(cli(*tiny(tmp_path / "two", *more, "--devices", "2")))
+    reproduce("regression_2d", out=tmp_path / "one", changes=TINY)
+    finish(cli(*tiny(tmp_path / "two", "--devices", "2")))
     for part in ("plain-10", "nf1e-06-10"):
         one, two = (
             read_json(tmp_path / name / "ours.json")["runs"]["quick"]["measured"]["0"][part] for name in ("one", "two")
