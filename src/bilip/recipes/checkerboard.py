@@ -303,7 +303,8 @@ def _generator(work: Work) -> torch.Generator:
 
 def _outside(numbers: Mapping[str, Any]) -> str:
     out = numbers["outside"]
-    return f"{100 * out['share_above_1']:.3g} % ({100 * out['share_non_finite']:.3g} % not finite)"
+    broken = f" ({100 * out['share_non_finite']:.2g} % Inf/NaN)" if out["share_non_finite"] else ""
+    return f"{100 * out['share_above_1']:.2g} %{broken}"
 
 
 def _worst(numbers: Mapping[str, Any]) -> float:
