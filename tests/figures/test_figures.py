@@ -149,7 +149,7 @@ def test_seeds_become_a_median_and_a_band():
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), [2, 100, 4])
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (1, 1000)
-    assert "range over seeds" in names(figure)
+    assert "range of the seeds on the axis" in names(figure)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -300,7 +300,7 @@ def test_scatters_count_what_is_not_drawn():
     points[:7], points[7:10, 1], points[10, 0] = 99, NAN, -INF
     figure = figures.scatters({"a": [("x", points), ("y", points[:3])], "b": [("x", points[20:])]}, limit=(-4, 4))
     on_the_page(figure)
-    assert [note(axes) for axes in figure.axes] == ["53 points, 10 outside, 4 Inf/NaN", "30 points"]
+    assert [note(axes) for axes in figure.axes] == ["53 points, 10 beyond the axes, 4 Inf/NaN", "30 points"]
     assert [drawn(axes) for axes in figure.axes] == [53 - 14, 30]
 
 
@@ -311,7 +311,7 @@ def test_scatters_count_what_is_not_drawn():
         ([[NAN, NAN]], "1 point, 1 Inf/NaN"),
         ([[3, 3]], "1 point"),
         ([[0, 0], [0, 0]], "2 points"),
-        ([[1e308, -1e308], [1, 2], [3, 4]], "3 points, 1 outside"),
+        ([[1e308, -1e308], [1, 2], [3, 4]], "3 points, 1 beyond the axes"),
         ([[1e-310, 0], [2e-310, 0]], "2 points"),
         ([[1e38, -1e38], [1, 2]], "2 points"),
     ],

@@ -131,7 +131,7 @@ class Counting(Recipe):
     name, claim, where = "counting", "One.", "nowhere"
 
     def __init__(self):
-        self.sizes, self.cost = {"quick": Config()}, {"quick": "nothing"}
+        self.sizes, self.cost = {"quick": Config(), "paper": Config()}, {"quick": "nothing", "paper": "nothing"}
         self.ran, self.fail = [], False
 
     def parts(self, config):
@@ -198,6 +198,48 @@ def test_bad_arguments(tmp_path, arguments, said):
         reproduce(**{"name": "coupling_depth", "out": tmp_path, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("coupling_depth", ["depth=0"]),
+        ("checkerboard", ["spacing=0"]),
+        ("checkerboard", ["spacing=0.3"]),
+        ("checkerboard", ["spacing=nan"]),
+        ("checkerboard", ["hidden="]),
+        ("regression_2d", ["batch=0"]),
+        ("regression_2d", ["widths="]),
+        ("regression_2d", ["nf=1e-6,1e-6"]),
+        ("regression_2d", ["lr=-1"]),
+    ],
+)
+def test_configurations_that_make_no_sense(tmp_path, name, changes):
+    with pytest.raises(InputError, match="--set"):
+        reproduce(name, out=tmp_path / "a", changes=changes)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_was_measured_and_then_damaged(tmp_path, counting):
+    reproduce("counting", out=tmp_path)
+    folder = tmp_path / "work" / "quick" / "seed0" / "a"
+    whole = (folder / "measured.json").read_text()
+    (folder / "config.json").unlink()  # measured.json knows its configuration too
+    with pytest.raises(CheckpointError, match="begun with steps=1"):
+        reproduce("counting", out=tmp_path, changes=["steps=2"])
+    for path, text in (
+        (folder / "measured.json", "{}"),
+        (folder / "measured.json", whole.replace('"arrays": []', '"arrays": ["x"]')),
+        (folder / "config.json", "[]"),
+    ):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="[Dd]elete"):
+            reproduce("counting", out=tmp_path)
+        (folder / "measured.json").write_text(whole)
+        (folder / "config.json").unlink(missing_ok=True)
+    write_json(tmp_path / "ours.json", {"recipe": "counting", "schema": 1})
+    with pytest.raises(InputError, match="ours.json"):
+        reproduce("counting", out=tmp_path)
+
+
 def test_folders_of_others(tmp_path):
     write_json(tmp_path / "ours.json", {"recipe": "checkerboard", "schema": 1, "runs": {}})
     with pytest.raises(InputError, match="holds the recipe 'checkerboard'"):
@@ -208,6 +250,8 @@ def test_folders_of_others(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="not a folder"):
         reproduce("coupling_depth", out=tmp_path / "file")
+    with pytest.raises(InputError, match="Choose another folder"):
+        reproduce("coupling_depth", out=tmp_path / "file" / "below")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -233,8 +277,10 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
+    reached = {path: path.stat().st_mtime_ns for path in part.glob("*/measured.json")}
     out = finish(cli(*tiny(tmp_path / "killed", *more)))
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
+    assert all(path.stat().st_mtime_ns == when for path, when in reached.items())  # finished parts are left alone
     assert "NF 1e-6" in out
     assert "wrote" in out
 

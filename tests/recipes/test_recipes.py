@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from bilip.blocks import AffineCoupling, DiagonalScaling, Split
-from bilip.recipes import Work, checkerboard, coupling_depth, find, regression_2d
-from bilip.recipes.plane import condition
+from bilip.errors import NotConverged
+from bilip.recipes import Measured, Work, checkerboard, coupling_depth, find, regression_2d
+from bilip.recipes.plane import condition, grid, round_trip_errors
 from bilip.record import read_json
 
 
@@ -89,7 +90,8 @@ def test_checkerboard_measures_flows(tmp_path, part):
     assert m.numbers["inside"]["points"] == 81
     assert m.numbers["outside"]["points"] == 17 * 17 - 81
     assert m.numbers["outside"]["worst_finite"] < 1e-3  # hardly trained
-    assert m.numbers["best"]["step"] % 5 == 0
+    assert m.numbers["best"]["step"] in (5, 10, 15, 20)
+    assert m.numbers["attack"]["samples"] == 64
     assert math.isfinite(m.numbers["log10_inverse_bound"])
     assert read_json(tmp_path / "audit.json")["verdicts"]
     assert np.isfinite(m.arrays["samples"]).all()
@@ -105,6 +107,7 @@ def test_checkerboard_sees_a_broken_inverse():
     numbers, arrays = checkerboard.measure(flow.eval(), torch.zeros(3, 2), TINY)
     assert numbers["outside"]["share_above_1"] == 1
     assert checkerboard._worst(numbers) > 1
+    assert not checkerboard._holds("residual", numbers)
     assert np.isnan(arrays["error"]).any() or (arrays["error"] > 1).all()
 
 
@@ -119,29 +122,123 @@ def test_summary_counts_what_is_not_finite_as_lost():
     }
 
 
-def test_the_papers_sizes():
-    paper = checkerboard.RECIPE.sizes["paper"]
-    assert (paper.couplings, paper.blocks, paper.hidden, paper.batch, paper.lr, paper.steps) == (
-        200,
-        100,
-        (128,) * 4,
-        500,
-        1e-3,
-        50_000,
-    )
+def test_the_nets_of_the_paper():
     flow = checkerboard.make_flow("sigmoid", checkerboard.Config(couplings=2))
     assert isinstance(flow.bijection[0], AffineCoupling)
     nets = [type(layer).__name__ for layer in flow.bijection[0].t[1].layers]
     assert type(flow.bijection[0].t[0]).__name__ == "ScaledSwish"
     assert nets == ["Linear", "ScaledSwish"] * 4 + ["Linear"]
-    regression = regression_2d.RECIPE.sizes["paper"]
-    assert (regression.blocks, regression.batch, regression.lr, regression.steps, regression.widths) == (
-        24,
-        10_000,
-        1e-4,
-        40_000,
-        (128, 10),
+
+
+def flow_numbers(outside, inside=1e-6, broken=0.0, density=0.0, ratio=3.0):
+    """What a flow with these worst errors would have measured."""
+
+    def where(worst, broken):
+        return {
+            "points": 10,
+            "median": 1e-7,
+            "worst_finite": worst,
+            "share_above_1": max(broken, float(worst > 1) / 2),
+            "share_non_finite": broken,
+        }
+
+    numbers = {
+        "inside": where(inside, 0.0),
+        "outside": where(outside, broken),
+        "error_over_predicted": ratio,
+        "density_lost_outside": density,
+        "test_nll": 3.9,
+        "log10_inverse_bound": 5.0,
+        "attack": {"samples": 64, "share_success": 0.25},
+        "evaluations_lost": (1, 4),
+    }
+    return {**numbers, "best": numbers}
+
+
+def judged(*seeds):
+    found = {
+        k: {part: Measured(numbers) for part, numbers in zip(checkerboard.TITLES, seed, strict=True)}
+        for k, seed in enumerate(seeds)
+    }
+    return [line.holds for line in checkerboard.RECIPE.lines(checkerboard.QUICK, found) if line.holds is not None]
+
+
+def test_the_rules_of_the_checkerboard():
+    good = (flow_numbers(5.0, broken=0.1, density=0.1), flow_numbers(2.0), flow_numbers(1e-5))
+    assert judged(good) == [True] * 5
+    tame = (flow_numbers(0.5), *good[1:])  # nothing is lost, and nothing is the largest
+    assert judged(good, tame) == [False, True, True, False, False]  # every seed has to agree
+    assert judged((good[0], flow_numbers(0.5), good[2]))[1] is False
+    assert judged((*good[:2], flow_numbers(2e-3)))[2] is False
+    assert judged((*good[:2], flow_numbers(1e-5, inside=1e5)))[2] is False
+    assert judged((good[0], flow_numbers(1e-6), flow_numbers(1e-5)))[3] is False
+    assert judged((good[0], flow_numbers(2.0, density=0.1), good[2]))[4] is False
+
+
+def test_the_rules_of_the_regression():
+    recipe, config = regression_2d.RECIPE, regression_2d.RECIPE.sizes["quick"]
+
+    def holds(plain, regularized):
+        numbers = {"mse": 1e-6, "error_mean": 1e-6, "condition": 10.0}
+        parts = {part: Measured(numbers) for part in recipe.parts(config)}
+        parts["plain-10"] = Measured({"mse": 1e-6, "error_mean": plain[0], "condition": plain[1]})
+        parts["nf1e-08-10"] = Measured({"mse": 1e-6, "error_mean": regularized[0], "condition": regularized[1]})
+        return [line.holds for line in recipe.lines(config, {0: parts}) if line.holds is not None]
+
+    assert holds((1.0, 1e10), (1e-5, 1e3)) == [True, True]
+    assert holds((1.0, 1e10), (1e-3, 1e5)) == [False, False]
+    assert holds((math.inf, math.nan), (1.0, 1e3)) == [True, True]
+    assert holds((1.0, 1e10), (math.nan, math.inf)) == [False, False]
+    for a, b, expected in ((0.0, 0.0, 0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (1e200, 1e-200, 400)):
+        assert regression_2d._orders({"e": a}, {"e": b}, "e") == pytest.approx(expected)
+
+
+def test_the_rules_of_coupling_depth(depth):
+    recipe, config = find("coupling_depth"), coupling_depth.Config()
+    found = {0: {part: Measured(numbers) for part, numbers in depth.items()}}
+    assert [line.holds for line in recipe.lines(config, found)] == [True, True, True, None]
+    still = coupling_depth.Config(depth=12, g=1.0)
+    numbers = {part: recipe.run(part, still, Work(None)) for part in recipe.parts(still)}
+    assert [line.holds for line in recipe.lines(still, {0: numbers})][:2] == [False, False]
+
+
+def test_the_sizes_of_the_paper_are_those_it_states():
+    stated = checkerboard.RECIPE.paper()["setting"]
+    paper = checkerboard.RECIPE.sizes["paper"]
+    assert (paper.batch, paper.lr, list(paper.hidden), paper.blocks) == (
+        stated["batch"],
+        stated["lr"],
+        stated["hidden"],
+        stated["blocks"],
     )
+    assert paper.coefficient == stated["residual_coefficient"]
+    assert paper.couplings == 2 * stated["blocks"]
+    stated, paper = regression_2d.RECIPE.paper()["setting"], regression_2d.RECIPE.sizes["paper"]
+    assert (paper.points, paper.batch, paper.lr, paper.steps) == (
+        stated["points"],
+        stated["points"],
+        stated["lr"],
+        stated["steps"],
+    )
+    assert stated["hidden"] == [paper.widths[0]] * 2
+    assert stated["nf_coefficient"] == paper.nf[0]
+
+
+def test_an_inverse_that_misses_its_tolerance_costs_its_own_point_only():
+    from bilip.blocks import Bijection
+
+    class Picky(Bijection):
+        def forward(self, x, context=None):
+            return x
+
+        def inverse(self, z, context=None):
+            if bool((z[:, 0] > 7).any()):
+                raise NotConverged("no")
+            return z
+
+    errors = round_trip_errors(Picky(), grid(8.0, 1.0))
+    assert int(errors.isnan().sum()) == 17
+    assert int((errors == 0).sum()) == 16 * 17
 
 
 def test_regression_data_and_model():

@@ -55,9 +55,10 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
     rng, kills = random.Random(), 0
     folder = tmp_path / "killed"
     for _ in range(3):
+        before = _written(folder)
         process = program(folder)
         began = time.monotonic()
-        while not (folder / "last.safetensors").exists() and time.monotonic() - began < 120:
+        while _written(folder) == before and time.monotonic() - began < 120:  # until this process has saved something
             time.sleep(0.02)
         time.sleep(rng.random() * 0.4)
         process.send_signal(signal.SIGKILL)
@@ -68,6 +69,51 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
     assert kills
     finish(program(folder))
     assert contents(folder) == contents(tmp_path / "whole")
+
+
+def _written(folder):
+    path = folder / "last.safetensors"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
+    base, steps = make_task("flow"), []
+
+    def loss(model, step, x):
+        found = base.loss(model, step, x)
+        if torch.is_grad_enabled() and len(steps) == 20:
+            os.kill(os.getpid(), signal.SIGINT)  # in the middle of a step
+        steps.append(step)
+        return found
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Task(base.model, base.batch, loss), make_settings(), tmp_path, progress=silent)
+    saved = read_state(tmp_path / "last.safetensors")[1]["step"]
+    assert saved == steps[-1] + 1
+    assert saved % 7  # not one of those that are saved anyway
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):
+    base = make_task("flow")
+
+    def evaluate(model, done):
+        if done == 50 and not (tmp_path / "again").exists():
+            raise KeyboardInterrupt
+        return {"test_loss": 1.0 / done}
+
+    task = Task(base.model, base.batch, base.loss, evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        train(task, make_settings(steps=50, ema=0.9), tmp_path / "run", progress=silent)
+    (tmp_path / "again").touch()
+    again = make_task("flow")
+    train(
+        Task(again.model, again.batch, again.loss, evaluate),
+        make_settings(steps=50, ema=0.9),
+        tmp_path / "run",
+        progress=silent,
+    )
+    assert read_log(tmp_path / "run", "evaluation")["step"] == [25, 50]
 
 
 def test_stopped_in_the_middle_of_a_logged_interval_it_goes_on_exactly(tmp_path):
@@ -254,6 +300,7 @@ def test_logs_hold_means_over_their_interval(tmp_path):
     train(Task(base.model, base.batch, loss), make_settings(steps=25), tmp_path, progress=silent)
     log = read_log(tmp_path, "train")
     assert log["step"] == [10, 20, 25]
+    losses = losses[1:]  # the first call starts the ActNorms
     expected = [sum(part) / len(part) for part in (losses[:10], losses[10:20], losses[20:])]
     assert log["loss"] == pytest.approx(expected, rel=1e-5)
     with (tmp_path / "train.csv").open() as file:
@@ -282,6 +329,79 @@ def test_diverged_training_says_where_and_what_is_left(tmp_path):
     tensors, facts = read_state(tmp_path / "last.safetensors")
     assert facts["step"] == 14
     assert all(bool(value.isfinite().all()) for value in tensors.values())
+
+
+def test_weights_that_are_not_finite_at_the_end(tmp_path):
+    base = make_task("flow")
+
+    def loss(model, step, x):
+        value = base.loss(model, step, x)["loss"]
+        return {"loss": value if step < 9 else _broken(value)}
+
+    with pytest.raises(TrainingDiverged, match="weights that are not finite; the last good checkpoint"):
+        train(Task(base.model, base.batch, loss), make_settings(steps=10), tmp_path, progress=silent)
+    assert read_state(tmp_path / "last.safetensors")[1]["step"] == 7
+
+
+def _broken(value):
+    """The same number with a gradient of NaN."""
+    value.register_hook(lambda grad: grad * math.nan)
+    return value
+
+
+def test_other_parameters_are_trained_than_before(tmp_path):
+    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    task = make_task("flow")
+    next(iter(task.model.parameters())).requires_grad_(False)
+    with pytest.raises(CheckpointError, match="the parameters that are trained differ"):
+        train(task, make_settings(steps=9), tmp_path, progress=silent)
+
+
+def test_files_of_the_user_stay(tmp_path):
+    (tmp_path / "train.csv").write_text("id,label\n1,cat\n")
+    (tmp_path / "mine.csv").write_text("step,of mine\n")
+    with pytest.raises(InputError, match="not a log of this loop"):
+        train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    assert (tmp_path / "train.csv").read_text() == "id,label\n1,cat\n"
+    (tmp_path / "train.csv").unlink()
+    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    assert (tmp_path / "mine.csv").exists()
+
+
+def test_logs_shorter_than_their_checkpoint(tmp_path):
+    train(make_task("flow"), make_settings(steps=20), tmp_path, progress=silent)
+    (tmp_path / "train.csv").write_text("step,loss\n")
+    with pytest.raises(CheckpointError, match="shorter than its checkpoint"):
+        train(make_task("flow"), make_settings(steps=30), tmp_path, progress=silent)
+
+
+def test_the_weights_alone_are_no_state(tmp_path):
+    train(make_task("flow"), make_settings(steps=25), tmp_path, progress=silent)
+    (tmp_path / "best.safetensors").replace(tmp_path / "last.safetensors")
+    with pytest.raises(CheckpointError, match="not the state of a run"):
+        train(make_task("flow"), make_settings(steps=25), tmp_path, progress=silent)
+
+
+def test_tensorboard_has_the_rows_of_the_csv(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps in (20, 40):
+        train(make_task("flow"), make_settings(steps=steps), tmp_path, progress=silent)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 30, 40]
+
+
+def test_batch_norm_is_not_shown_the_first_batch_twice(tmp_path):
+    base = make_task("flow")
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.flow, self.norm = base.model, torch.nn.BatchNorm1d(2)
+
+    model = Both()
+    task = Task(model, base.batch, lambda m, step, x: base.loss(m.flow, step, m.norm(x)))
+    train(task, make_settings(steps=3), tmp_path, progress=silent)
+    assert int(model.norm.num_batches_tracked) == 3
 
 
 def test_a_run_of_another_architecture_or_with_other_settings(tmp_path):
@@ -339,6 +459,14 @@ def test_a_truncated_or_foreign_state(tmp_path):
         {"device": "tpu"},
         {"devices": 0},
         {"log_every": 0},
+        {"betas": (1.5, 0.9)},
+        {"betas": (0.9,)},
+        {"weight_decay": -1.0},
+        {"milestones": 5},
+        {"lr": "0.1"},
+        {"steps": True},
+        {"seed": 1.5},
+        {"precision": "8-bit"},
     ],
 )
 def test_bad_settings(changes):
@@ -352,6 +480,39 @@ def test_bad_tasks(tmp_path):
         train(
             Task(base.model, base.batch, lambda m, s, x: {"nll": x.sum()}), make_settings(), tmp_path, progress=silent
         )
+    for wrong, said in (
+        (lambda m, s, x: x.sum(), "returned a Tensor"),
+        (lambda m, s, x: {"loss": x.sum()}, "does not depend on any parameter"),
+        (lambda m, s, x: {**base.loss(m, s, x), "lr": x.sum()}, "a column of that name"),
+        (lambda m, s, x: {**base.loss(m, s, x), "mean": x}, "scalar tensor under the name 'mean'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train(Task(base.model, base.batch, wrong), make_settings(), tmp_path / "x", progress=silent)
+    for batch, said in (
+        (lambda draw: torch.zeros(4, 2), "expected a tuple of tensors"),
+        (lambda draw: (torch.zeros(0, 2),), "1 or more"),
+        (lambda draw: (torch.zeros(4, 2), torch.zeros(3)), "same number of rows"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train(Task(base.model, batch, base.loss), make_settings(), tmp_path / "y", progress=silent)
+    learned = torch.nn.Linear(1, 1)
+    learned.forward = lambda m, s, x: base.loss(m, s, x)
+    with pytest.raises(InputError, match="parameters of its own"):
+        train(Task(base.model, base.batch, learned), make_settings(), tmp_path / "z", progress=silent)
+    with pytest.raises(InputError, match="expected numbers by name"):
+        train(
+            Task(base.model, base.batch, base.loss, lambda m, d: 3.5),
+            make_settings(steps=1),
+            tmp_path / "w",
+            progress=silent,
+        )
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot train in"):
+        train(make_task("flow"), make_settings(), tmp_path / "file", progress=silent)
+    with pytest.raises(InputError, match="float64"):
+        train(make_task("flow"), make_settings(precision="64-true"), tmp_path / "v", progress=silent)
+    with pytest.raises(InputError, match="float16 needs a GPU"):
+        train(make_task("flow"), make_settings(precision="16-mixed"), tmp_path / "u", progress=silent)
     frozen = make_task("flow")
     frozen.model.requires_grad_(False)
     with pytest.raises(InputError, match="nothing to train"):

@@ -255,4 +255,18 @@ def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> t
     total, surrogate = total / len(v), surrogate / len(v)
     if not wants_graph:
         return value.detach(), total.detach()
-    return value, total.detach() + (surrogate - surrogate.detach())
+    surrogate = _OnlyOnce.apply(surrogate)
+    return value, total.detach() + (surrogate - surrogate.detach())  # type: ignore[operator]
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """The identity; its gradient cannot be differentiated. The surrogate has the right first derivative alone."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0]

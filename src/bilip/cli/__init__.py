@@ -20,6 +20,10 @@ def main() -> None:
         app()
     except BilipError as error:
         _end(str(error), 2)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        _end(f"{error.filename or 'the system says'}: {error.strerror or error}", 2)
     except SystemExit as end:
         if end.code == 130:  # what typer makes of Ctrl-C
             _end("stopped", 130)

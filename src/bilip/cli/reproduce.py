@@ -51,7 +51,12 @@ def reproduce(
     console = Console(highlight=False)
     outcome = _run(name, size, seeds, device, devices, jobs, out, changes or [], console)
     console.print(_table(outcome))
-    for title, notes in (("As in the original code", outcome.recipe.matched), ("Otherwise", outcome.recipe.corrected)):
+    other = [", ".join(outcome.differences) + "."] if outcome.differences else []
+    for title, notes in (
+        ("As in the original code", outcome.recipe.matched),
+        ("Otherwise", outcome.recipe.corrected),
+        ("Other than at the size paper", other),
+    ):
         if notes:
             console.print(f"[bold]{title}:[/bold] " + " ".join(notes))
     console.print(

@@ -72,7 +72,7 @@ def curves(
         entries = [name if name in measured else f"{name} (no points)" for name in names]
         if any(line.y.shape[1] > 1 for _, line in everything):
             handles.append(Patch(facecolor=style.GREY, alpha=0.25))
-            entries.append("range over seeds")
+            entries.append("range of the seeds on the axis")
         style.legend(figure, handles, entries)
         return style.finish(figure)
 

@@ -48,7 +48,7 @@ def scatters(
     Example:
         >>> figure = scatters({"samples": [("Glow", [[0, 1], [9, 9], [float("nan"), 0]])]}, limit=(-4, 4))
         >>> figure.axes[0].texts[0].get_text()
-        '3 points, 1 outside, 1 Inf/NaN'
+        '3 points, 1 beyond the axes, 1 Inf/NaN'
     """
     found = {title: _sets(sets, f"panels[{title!r}]") for title, sets in checks.named(panels, "panels").items()}
     box = None if box is None else checks.interval(box, "box")
@@ -127,5 +127,5 @@ def _ends(points: np.ndarray, box: tuple[float, float] | None, *, shared: bool) 
 
 def _count(total: int, outside: int, lost: int) -> str:
     parts = [f"{total} point{'' if total == 1 else 's'}"]
-    parts += [f"{outside} outside"] * bool(outside) + [f"{lost} Inf/NaN"] * bool(lost)
+    parts += [f"{outside} beyond the axes"] * bool(outside) + [f"{lost} Inf/NaN"] * bool(lost)
     return ", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bilip.blocks import Flow
+from bilip.errors import InputError
 from bilip.objectives.penalized import penalized
 from bilip.regularizers import Penalty
 
@@ -31,6 +32,10 @@ class Likelihood:
         self.penalties = tuple(penalties)
 
     def __call__(self, flow: Flow, step: int, x: Tensor) -> dict[str, Tensor]:
+        if not isinstance(flow, Flow):
+            raise InputError(
+                f"Likelihood: the model is a {type(flow).__name__}, not a Flow. Wrap it: bilip.Flow(model)."
+            )
         z, log_det = flow.bijection.forward_and_log_det(x)
         nll = -(flow.base_log_prob(z) + log_det).mean()
         return penalized({"nll": nll}, self.penalties, flow.bijection, step, x, (z, log_det))

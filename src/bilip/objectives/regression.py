@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from bilip.blocks import Bijection
+from bilip.errors import InputError
 from bilip.objectives.penalized import penalized
 from bilip.regularizers import Penalty
 
@@ -36,4 +37,8 @@ class Regression:
             z, log_det = model(x), None
         else:
             z, log_det = model.forward_and_log_det(x)
+        if z.shape != y.shape:
+            raise InputError(
+                f"Regression: predictions have shape {tuple(z.shape)}, targets {tuple(y.shape)}: expected the same."
+            )
         return penalized({"mse": mse_loss(z, y)}, self.penalties, model, step, x, (z, log_det))

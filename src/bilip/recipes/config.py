@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from bilip.errors import InputError
 
-__all__ = ["configured", "nearest"]
+__all__ = ["configured", "differences", "nearest", "require"]
 
 C = TypeVar("C")
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
@@ -42,6 +42,37 @@ def configured(defaults: C, changes: Sequence[str]) -> C:
             raise InputError(f"--set {key}: there is no such key. {nearest(key, kinds)}There are {', '.join(kinds)}.")
         found[key] = _read(key, text.strip(), kinds[key])
     return dataclasses.replace(defaults, **found)  # type: ignore[type-var]
+
+
+def require(config: Any, *, positive: Sequence[str] = (), filled: Sequence[str] = ()) -> None:
+    """Raise an `InputError` unless some fields are positive, and some lists are too, with at least one number and each once."""
+    for name in (*positive, *filled):
+        value = getattr(config, name)
+        items = value if isinstance(value, tuple) else (value,)
+        if not items or not all(0 < item < float("inf") for item in items):
+            raise InputError(
+                f"--set {name}={value}: expected positive numbers{', one or more' if name in filled else ''}."
+            )
+        if name in filled and len(set(items)) < len(items):
+            raise InputError(f"--set {name}={value}: expected each number once.")
+
+
+def differences(config: Any, other: Any) -> list[str]:
+    """The fields in which a configuration differs from another one, as `steps=5 (100)`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Config:
+        ...     steps: int = 100
+        >>> differences(Config(5), Config())
+        ['steps=5 (100)']
+    """
+    pairs = ((f.name, getattr(config, f.name), getattr(other, f.name)) for f in dataclasses.fields(config))
+    return [f"{name}={_short(a)} ({_short(b)})" for name, a, b in pairs if a != b]
+
+
+def _short(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def nearest(word: str, known: Sequence[str] | Any) -> str:

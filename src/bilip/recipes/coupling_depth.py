@@ -18,6 +18,7 @@ from bilip import Chain, figures
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Split
 from bilip.blocks.scale import SigmoidScale
 from bilip.probes import jacobian
+from bilip.recipes.config import require
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Config:
     depth: int = 60
     t: float = 0.123456789
     g: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self, positive=("depth", "g"))
 
 
 class Constant(nn.Module):
@@ -104,10 +108,18 @@ class CouplingDepth(Recipe):
         lost = next((k + 1 for k, error in enumerate(affine) if not math.isfinite(error)), None)
         tail = f", not finite from depth {lost}" if lost else ""
         shown = ", ".join(f"{affine[k - 1]:.2g} at {k}" for k in (1, 5, 10, 20) if k <= config.depth)
-        rising = affine[min(config.depth, 10) - 1] > 1e3 * affine[0]
+        rising = affine[min(config.depth, 10) - 1] > 1e3 * max(affine[0], torch.finfo(torch.float32).eps)
+        small = found[min(found)]["float32"].numbers["affine"]["sigma_min"]
+        vanishing = all(b < a for a, b in zip(small, small[1:], strict=False)) and small[-1] < 1e-3
         wide = found[min(found)]["float64"].numbers["affine"]["error"]
         return [
             Line("error of affine blocks, float32", said["affine"], shown + tail, rising),
+            Line(
+                "smallest singular value of affine blocks",
+                said["sigma_min"],
+                f"{small[-1]:.2g} at {config.depth}",
+                vanishing,
+            ),
             Line(
                 "error of additive blocks, float32",
                 said["additive"],

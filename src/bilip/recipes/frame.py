@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import InputError
-from bilip.recipes.config import configured, nearest
+from bilip.recipes.config import configured, differences, nearest
 from bilip.recipes.piece import SCHEMA, Piece, do, is_measured, load
 from bilip.recipes.recipe import SIZES, Line, Recipe
 from bilip.record import environment, read_json, write_json
@@ -36,6 +37,7 @@ class Outcome:
         folder: With `ours.json` and the figures.
         lines: The paper's numbers beside ours.
         figures: Files.
+        differences: In what the configuration differs from that of the size `paper`.
         seconds: Wall time of this call; parts that were measured before are not done again.
     """
 
@@ -44,6 +46,7 @@ class Outcome:
     folder: Path
     lines: Sequence[Line]
     figures: Sequence[Path]
+    differences: Sequence[str]
     seconds: float
 
 
@@ -127,7 +130,7 @@ def reproduce(
         for piece in pieces:
             do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
     if fabric is not None and not fabric.is_global_zero:
-        return Outcome(recipe, size, folder, (), (), time.perf_counter() - began)
+        return Outcome(recipe, size, folder, (), (), (), time.perf_counter() - began)
     found = {
         seed: {part: load(shares[part, seed]) for part, s in todo if s == seed} for seed in sorted({s for _, s in todo})
     }
@@ -143,6 +146,7 @@ def reproduce(
     document["runs"][size] = {
         "command": _command(name, size, seeds, device, devices, changes),
         "config": asdict(config),
+        "other_than_paper": differences(config, recipe.sizes["paper"]),
         "date": datetime.now(UTC).date().isoformat(),
         "device": _device_name(device),
         "environment": environment(),
@@ -154,7 +158,9 @@ def reproduce(
     latest = _open(folder, recipe)  # another size may have been finished in the meantime
     latest["runs"][size] = document["runs"][size]
     write_json(folder / "ours.json", latest)
-    return Outcome(recipe, size, folder, lines, files, time.perf_counter() - began)
+    return Outcome(
+        recipe, size, folder, lines, files, differences(config, recipe.sizes["paper"]), time.perf_counter() - began
+    )
 
 
 # ---- where, and on what
@@ -165,7 +171,10 @@ def _open(folder: Path, recipe: Recipe) -> dict[str, Any]:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--out {folder} is not a folder.")
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out {folder}: {error.strerror}. Choose another folder.") from error
         document = {"recipe": recipe.name, "schema": SCHEMA, "runs": {}}
         write_json(path, document)
         return document
@@ -173,7 +182,7 @@ def _open(folder: Path, recipe: Recipe) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("recipe") != recipe.name:
         other = document.get("recipe") if isinstance(document, dict) else None
         raise InputError(f"--out {folder} holds the recipe {other!r}, not {recipe.name!r}. Choose another folder.")
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") != SCHEMA or not isinstance(document.get("runs"), dict):
         raise InputError(
             f"{path} has schema {document.get('schema')!r}; this bilip writes {SCHEMA}. Choose another folder."
         )
@@ -216,4 +225,4 @@ def _device_name(device: str) -> str:
 def _command(name: str, size: str, seeds: Sequence[int], device: str, devices: int, changes: Sequence[str]) -> str:
     words = ["bilip", "reproduce", name, "--size", size, "--seeds", ",".join(map(str, seeds)), "--device", device]
     words += ["--devices", str(devices)] if devices > 1 else []
-    return " ".join(words + [f"--set {change}" for change in changes])
+    return shlex.join(words + [word for change in changes for word in ("--set", change)])

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
-from bilip.errors import CheckpointError
+from bilip.errors import CheckpointError, InputError, RecordError
 from bilip.recipes.recipe import Measured, Recipe, Work
 from bilip.record import read_json, to_plain, write_json
 
@@ -50,17 +51,20 @@ def do(piece: Piece, progress: Callable[[str, float], None], fabric: Any = None)
         np.savez_compressed(aside, **m.arrays)  # type: ignore[arg-type]
         os.replace(aside, piece.folder / "arrays.npz")
     stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": asdict(piece.config)}
-    write_json(
-        piece.folder / "measured.json", {**stamp, "seconds": time.perf_counter() - began, "numbers": dict(m.numbers)}
-    )
+    stamp |= {"seconds": time.perf_counter() - began, "arrays": list(m.arrays), "numbers": dict(m.numbers)}
+    write_json(piece.folder / "measured.json", stamp)
 
 
 def is_measured(folder: Path, recipe: Recipe, config: Any) -> bool:
     """Whether a part is finished; an error if it was begun with another configuration."""
     marker, finished = folder / "config.json", folder / "measured.json"
     stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": to_plain(asdict(config))}
-    if marker.exists():
-        before = read_json(marker)
+    for path in (marker, finished):
+        if not path.exists():
+            continue
+        before = read_json(path)
+        if not isinstance(before, dict) or not isinstance(before.get("config"), dict):
+            raise CheckpointError(f"{path} is not what a recipe writes. Delete {folder}, or choose another --out.")
         if before.get("schema") != SCHEMA:
             raise CheckpointError(
                 f"{folder} was written by another bilip (schema {before.get('schema')!r}, expected {SCHEMA}). Choose another --out."
@@ -72,19 +76,27 @@ def is_measured(folder: Path, recipe: Recipe, config: Any) -> bool:
             raise CheckpointError(
                 f"{folder} was begun with {key}={there.get(key)!r}, now it is {now.get(key)!r}. Choose another --out, or delete it."
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot work in {folder} ({error.strerror}). Choose another --out.") from error
     write_json(marker, stamp)
     return finished.exists()
 
 
 def load(folder: Path) -> Measured:
     """What a finished folder holds."""
-    numbers = read_json(folder / "measured.json")["numbers"]
-    path = folder / "arrays.npz"
-    if not path.exists():
-        return Measured(numbers)
-    with np.load(path, allow_pickle=False) as arrays:
-        return Measured(numbers, dict(arrays))
+    try:
+        found = read_json(folder / "measured.json")
+        arrays: dict[str, np.ndarray] = {}
+        if found["arrays"]:
+            with np.load(folder / "arrays.npz", allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in found["arrays"]}
+        return Measured(found["numbers"], arrays)
+    except (RecordError, OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({type(error).__name__}: {error}). Delete its measured.json to measure again."
+        ) from error
 
 
 @contextmanager

@@ -77,6 +77,9 @@ def _one(do: Do, piece: Any, reports: Any) -> None:
     except BilipError as error:
         reports.put((piece.title, "failed", error))
         return
+    except Exception as error:
+        reports.put((piece.title, "failed", BilipError(f"{piece.title} failed: {type(error).__name__}: {error}")))
+        raise
     reports.put((piece.title, "done", "done", 1.0))
 
 

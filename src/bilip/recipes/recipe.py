@@ -31,12 +31,14 @@ class Line:
         paper: What the paper says; empty where it says nothing.
         ours: What we measured.
         holds: Whether ours agrees with the statement; `None` where there is none to agree with.
+        key: Whether the README shows it although it is not judged.
     """
 
     what: str
     paper: str
     ours: str
     holds: bool | None = None
+    key: bool = False
 
 
 @dataclass(frozen=True)

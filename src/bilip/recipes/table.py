@@ -21,7 +21,11 @@ def runs(name: str, *roots: str | Path) -> dict[str, Any]:
             found = read_json(Path(root) / name / "ours.json")["runs"]
         except (RecordError, KeyError, TypeError):
             continue
-        if found:
+        if (
+            isinstance(found, dict)
+            and found
+            and all(isinstance(run, dict) and "lines" in run for run in found.values())
+        ):
             return found
     return {}
 
@@ -48,13 +52,19 @@ def readme_table(results: str | Path) -> str:
     for name in names():
         before: list[dict[str, Any]] = []
         for size, run in runs(name, results).items():
-            lines = [line for line in run["lines"] if line["holds"] is not None]
+            lines = [line for line in run["lines"] if line["holds"] is not None or line.get("key")]
             if lines == before:
                 continue
             before = lines
             for k, line in enumerate(lines):
                 head = f"[`{name}`](results/{name}/ours.json), {size}" if k == 0 else ""
-                cells = [head, line["what"], line["paper"], line["ours"], "yes" if line["holds"] else "**no**"]
+                cells = [
+                    head,
+                    line["what"],
+                    line["paper"],
+                    line["ours"],
+                    {True: "yes", False: "**no**", None: ""}[line["holds"]],
+                ]
                 rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
             notes.append(f"{name} {size}: {_seeds(run)}, {run['device']}, torch {run['environment'].get('torch', '?')}")
     return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"

@@ -216,11 +216,15 @@ class Watch:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        for name in (*_PLAIN, "count"):
-            setattr(self, name, state[name])
-        self.drift, self.worst = dict(state["drift"]), dict(state["worst"])
-        self.anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
-        self.names = {(bool(way), int(k)): name for way, k, _, name in state["anchors"]}
+        plain = {
+            name: (float if name in ("tolerance", "worst_angle") else int)(state[name]) for name in (*_PLAIN, "count")
+        }
+        drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
+        anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
+        names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
+        for name, value in plain.items():  # nothing is changed before all of it could be read
+            setattr(self, name, value)
+        self.drift, self.worst, self.anchors, self.names = drift, worst, anchors, names
         self.counters.clear()
 
     def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:

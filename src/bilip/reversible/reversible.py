@@ -145,7 +145,7 @@ class Reversible(Bijection):
             return
         try:
             self._watch.load(state)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
     def drift_flag(self) -> Tensor | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import CheckpointError
+from bilip.errors import CheckpointError, InputError
 
 __all__ = ["Log", "read_log"]
 
@@ -52,12 +52,25 @@ class Log:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in (self.folder / f"{kind}.csv" for kind in KINDS):
-            if path.exists() and path.stem not in self.sizes:
-                path.unlink()
+            if path.stem in self.sizes:
+                self._cut(path, self.sizes[path.stem])
             elif path.exists():
-                with path.open("r+b") as file:
-                    file.truncate(self.sizes[path.stem])
+                with path.open("rb") as file:
+                    if file.read(5) != b"step,":
+                        raise InputError(
+                            f"{path} is not a log of this loop, and would be overwritten. Choose another folder."
+                        )
+                path.unlink()
         self._board = _board(self.folder / "tensorboard", step) if tensorboard else None
+
+    @staticmethod
+    def _cut(path: Path, size: int) -> None:
+        if not path.exists() or path.stat().st_size < size:
+            raise CheckpointError(
+                f"{path} is shorter than its checkpoint says. Restore it, or delete the folder to begin anew."
+            )
+        with path.open("r+b") as file:
+            file.truncate(size)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Add a row; all rows of a kind have the same names."""
@@ -70,7 +83,8 @@ class Log:
                 self._columns[kind] = next(csv.reader(file))
         if self._columns.setdefault(kind, names) != names:
             raise CheckpointError(
-                f"{path} has the columns {', '.join(self._columns[kind])}; this run writes {', '.join(names)}. Choose another folder."
+                f"{path} has the columns {', '.join(self._columns[kind])}; now there are {', '.join(names)}. Give the same names each "
+                "time; for other ones choose another folder."
             )
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -105,4 +119,4 @@ def _board(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder), purge_step=step or None)
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

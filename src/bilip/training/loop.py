@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bilip.data import seed_of
-from bilip.errors import TrainingDiverged
+from bilip.errors import InputError, TrainingDiverged
 from bilip.training.interrupt import Interrupts
 from bilip.training.machines import launch
 from bilip.training.progress import shown
@@ -76,16 +76,19 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
     while run.done < settings.steps:
         step, run.between_steps = run.done, False
         run.set_rate(settings.rate(step))
-        torch.manual_seed(seed_of(settings.seed, step, f"nets {run.fabric.global_rank}"))
+        run.reseed(step)
         for name, value in run.step(step, run.batch(step)).items():
             run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
-        run.done, run.summed, run.between_steps = step + 1, run.summed + 1, True
+        run.done, run.summed = step + 1, run.summed + 1
         if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
             latest |= _logged(run)
         if settings.due(settings.evaluate_every, run.done):
             latest |= _evaluated(run)
-        if settings.due(settings.save_every, run.done):
-            run.save()
+        if settings.due(settings.save_every, run.done) and not run.save() and run.done == settings.steps:
+            raise TrainingDiverged(
+                f"training diverged: the last step left weights that are not finite; {_left(run)}.", run.done
+            )
+        run.between_steps = True
         progress(run.done, settings.steps, latest)
         interrupts.check()
     run.fabric.barrier()
@@ -99,14 +102,17 @@ def _logged(run: Run) -> dict[str, float]:
     values = {name: float(value) for name, value in means.items()}
     if not math.isfinite(values["loss"]):
         when = f"in step {run.done}" if run.exact else f"in step {run.done} or up to {since - 1} before"
-        last = f"the last good checkpoint is {run.last}" if run.last.exists() else "no checkpoint was saved before"
         raise TrainingDiverged(
-            f"training diverged: the loss was {values['loss']} {when}; {last}. Lower the learning rate, clip gradients, or add a "
-            "penalty.",
-            step=run.done,
+            f"training diverged: the loss was {values['loss']} {when}; {_left(run)}. Lower the learning rate, clip gradients, or "
+            "add a penalty.",
+            run.done,
         )
     run.log.write("train", run.done, {**values, "lr": run.settings.rate(run.done - 1)})
     return values
+
+
+def _left(run: Run) -> str:
+    return f"the last good checkpoint is {run.last}" if run.last.exists() else "no checkpoint was saved before"
 
 
 def _evaluated(run: Run) -> dict[str, float]:
@@ -122,7 +128,7 @@ def _evaluated(run: Run) -> dict[str, float]:
             run.average.in_place() if run.average else contextlib.nullcontext(),
         ):
             torch.manual_seed(seed_of(run.settings.seed, run.done, "evaluation"))
-            found = {name: float(value) for name, value in run.task.evaluate(model.eval(), run.done).items()}
+            found = _numbers(run.task.evaluate(model.eval(), run.done))
             if found.get("test_loss", math.inf) < run.best_loss:
                 run.best_step, run.best_loss = run.done, found["test_loss"]
                 save_state(run.folder / "best.safetensors", run.weights(), {"step": run.done})
@@ -131,3 +137,12 @@ def _evaluated(run: Run) -> dict[str, float]:
             part.training = mode
     run.log.write("evaluation", run.done, found)
     return found
+
+
+def _numbers(found: object) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"Task.evaluate returned {found!r:.60}: expected numbers by name, as in {{'test_loss': 3.5}}."
+        ) from error

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip.blocks import ActNorm
+from bilip.blocks import ActNorm, Residual, Roulette
 from bilip.blocks.actnorm import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError
 from bilip.reversible import Reversible
+from bilip.reversible.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.training.average import Average
 from bilip.training.log import Log
 from bilip.training.machines import own_rows
@@ -24,6 +25,21 @@ from bilip.training.step import CapturedStep, Step
 from bilip.training.task import Objective, Task
 
 __all__ = ["Run", "Trained"]
+
+FACTS = {
+    "step",
+    "settings",
+    "trainable",
+    "optimizer",
+    "scaler",
+    "best_step",
+    "best_loss",
+    "guards",
+    "penalties",
+    "log",
+    "sums",
+    "summed",
+}
 
 
 @dataclass(frozen=True)
@@ -61,23 +77,24 @@ class Run:
         self.done, self.best_step, self.best_loss = 0, 0, math.inf
         self.sums: dict[str, Tensor] = {}  # of the losses since the last logged row
         self.summed, self.between_steps = 0, True
-        folder.mkdir(parents=True, exist_ok=True)
+        self._open()
         tensors, facts = read_state(self.last) if self.last.exists() else ({}, {})
         if facts:
             self._require_same(facts)
             load_weights(task.model, tensors, self.last)
+            self._require_trainable(facts["trainable"])
         objective = Objective(task).to(fabric.device).train()
         self._require_dtype(objective)
         if not facts:
             self._share_weights(objective)
             self._start_actnorms(objective)
         self.average = None if settings.ema is None else Average(task.model, settings.ema)
-        captured = settings.captures(fabric.device.type, fabric.world_size)
+        captured = settings.captures(fabric.device.type, fabric.world_size) and self._same_work()
         wrapped, self.optimizer = fabric.setup(objective, make_optimizer(objective, settings, captured))
         if facts:
             self._restore(tensors, facts)
         step = Step(fabric, wrapped, self.optimizer, settings, self.average)
-        self.step = CapturedStep(step, task.variant) if captured else step
+        self.step = CapturedStep(step, task.variant, self.reseed) if captured else step
         self.log = Log(folder if self.main else None, facts.get("log"), self.done)
 
     @property
@@ -89,6 +106,10 @@ class Run:
     def exact(self) -> bool:
         """Whether every loss is looked at: elsewhere that would hold up the device, or the other processes."""
         return self.fabric.device.type == "cpu" and self.fabric.world_size == 1
+
+    def reseed(self, step: int) -> None:
+        """Seed torch's generators, for what nets draw in a step."""
+        torch.manual_seed(seed_of(self.settings.seed, step, f"nets {self.fabric.global_rank}"))
 
     def set_rate(self, lr: float) -> None:
         """The learning rate of the next step; in place where a graph has to see it."""
@@ -103,13 +124,19 @@ class Run:
         whole = self.task.batch(lambda purpose: seed_of(self.settings.seed, step, purpose))
         if not isinstance(whole, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in whole) or not whole:
             raise InputError(f"Task.batch returned a {type(whole).__name__}: expected a tuple of tensors, as in (x,).")
+        shapes = [tuple(tensor.shape) for tensor in whole]
+        if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
+            raise InputError(
+                f"Task.batch returned tensors of shapes {shapes}: expected the same number of rows, 1 or more."
+            )
         return tuple(self.fabric.to_device(own_rows(tensor, self.fabric)) for tensor in whole)
 
-    def save(self) -> None:
-        """Write the state, unless the weights are not finite: the state before them is worth more."""
-        weights = list(self.task.model.parameters())
-        if not self.main or not bool(torch.stack([p.isfinite().all() for p in weights]).all()):
-            return
+    def save(self) -> bool:
+        """Write the state; False if the weights are not finite: the state before them is worth more."""
+        if not bool(torch.stack([p.isfinite().all() for p in self.task.model.parameters()]).all()):
+            return False
+        if not self.main:
+            return True
         tensors, plain = split_optimizer(self.optimizer)
         tensors |= self.weights() | {f"sums.{name}": value for name, value in self.sums.items()}
         if self.average is not None:
@@ -117,7 +144,9 @@ class Run:
         facts = {
             "step": self.done,
             "settings": self.settings.defining(),
+            "trainable": self._trainable(),
             "optimizer": plain,
+            "scaler": self.fabric.strategy.precision.state_dict(),
             "best_step": self.best_step,
             "best_loss": self.best_loss,
             "guards": {name: walk.guard_state() for name, walk in self._walks().items()},
@@ -127,6 +156,7 @@ class Run:
             "summed": self.summed,
         }
         save_state(self.last, tensors, facts)
+        return True
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model, as a state names them."""
@@ -135,6 +165,8 @@ class Run:
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.done, self.best_step, self.best_loss = facts["step"], facts["best_step"], facts["best_loss"]
         restore_optimizer(self.optimizer, tensors, facts["optimizer"])
+        if facts["scaler"]:
+            self.fabric.strategy.precision.load_state_dict(facts["scaler"])
         self.sums = {name: tensors[f"sums.{name}"].to(self.fabric.device) for name in facts["sums"]}
         self.summed = facts["summed"]
         if self.average is not None:
@@ -145,7 +177,46 @@ class Run:
         for penalty, counts in zip(self.task.penalties, facts["penalties"], strict=True):
             penalty.seen, penalty.skipped = counts["seen"], counts["skipped"]
 
+    def _open(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot train in {self.folder} ({error.strerror}).") from error
+        for name in ("last", "best") if self.main else ():  # what a process that was killed while writing has left
+            for path in self.folder.glob(f".{name}.safetensors.*"):
+                path.unlink(missing_ok=True)
+        other = [name for name, value in self.task.model.state_dict().items() if not isinstance(value, Tensor)]
+        if other:
+            raise InputError(f"{other[0]!r} in the state of the model is no tensor, and could not be saved.")
+
+    def _trainable(self) -> list[str]:
+        return [name for name, p in self.task.model.named_parameters() if p.requires_grad]
+
+    def _same_work(self) -> bool:
+        """Whether steps do the same work each time: what is drawn on the host would be frozen in a graph."""
+        model, size = self.task.model, math.prod(self.task.batch(lambda purpose: 0)[0].shape[1:])
+        roulette = any(
+            isinstance(part.estimator, Roulette) or (part.estimator is None and size > 64)
+            for part in model.modules()
+            if isinstance(part, Residual)
+        )
+        replayed = [part for part in model.modules() if isinstance(part, Reversible)] + [model] * bool(
+            self.task.penalties
+        )
+        if self.settings.capture and (roulette or any(map(draws_numbers, replayed))):
+            raise InputError(
+                "capture=True: a graph would repeat what is drawn on the host, the terms of Russian roulette or the masks of dropout "
+                "that a second evaluation needs. Use capture=None."
+            )
+        return not roulette and not any(map(draws_numbers, replayed))
+
     def _require_same(self, facts: dict[str, Any]) -> None:
+        missing = FACTS - set(facts)
+        if missing:
+            raise CheckpointError(
+                f"{self.last} is not the state of a run ({min(missing)!r} is missing; best.safetensors holds weights alone). Delete "
+                "it to begin anew."
+            )
         difference = self.settings.difference(facts["settings"])
         if not difference and len(facts["penalties"]) != len(self.task.penalties):
             difference = f"{len(facts['penalties'])} penalties there, {len(self.task.penalties)} now"
@@ -157,6 +228,13 @@ class Run:
             raise CheckpointError(
                 f"{self.folder} holds a run of {facts['step']} steps, more than the {self.settings.steps} asked for. "
                 "Choose another folder, or delete that one."
+            )
+
+    def _require_trainable(self, before: list[str]) -> None:
+        if before != self._trainable():
+            changed = sorted(set(before) ^ set(self._trainable())) or ["their order"]
+            raise CheckpointError(
+                f"{self.folder} holds a run in which the parameters that are trained differ ({changed[0]}). Choose another folder."
             )
 
     def _require_dtype(self, objective: Objective) -> None:
@@ -184,8 +262,10 @@ class Run:
             return
         torch.manual_seed(seed_of(self.settings.seed, 0, "start"))
         counts = [(p.seen, p.skipped) for p in self.task.penalties]
-        with torch.no_grad(), shared_statistics(lambda value: self.fabric.all_reduce(value, reduce_op="sum")):
-            objective(0, *self.batch(0))
+        objective.batch = self.batch(0)
+        norms = [part for part in batch_norms(objective) if not isinstance(part, ActNorm)]
+        with frozen_statistics(norms), shared_statistics(lambda value: self.fabric.all_reduce(value, reduce_op="sum")):
+            objective(0)
         for penalty, (seen, skipped) in zip(self.task.penalties, counts, strict=True):
             penalty.seen, penalty.skipped = seen, skipped
 
@@ -196,7 +276,12 @@ def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> 
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train.")
     kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
-    lr = torch.tensor(settings.lr, device=parameters[0].device) if captured else settings.lr
+    lr = torch.tensor(settings.lr, dtype=torch.float32, device=parameters[0].device) if captured else settings.lr
     return kind(
-        parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True, capturable=captured
+        parameters,
+        lr=lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=settings.precision != "16-mixed",  # fused, it would unscale by itself, and could not be clipped
+        capturable=captured,
     )

@@ -67,13 +67,26 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "log_every", "devices", "nodes"):
-            self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 1, "1 or more")
-        for name in ("warmup", "evaluate_every", "save_every"):
-            self._require(name, isinstance(getattr(self, name), int) and getattr(self, name) >= 0, "0 or more")
+            self._require(name, _whole(getattr(self, name), 1), "a whole number, 1 or more")
+        for name in ("warmup", "evaluate_every", "save_every", "seed"):
+            self._require(name, _whole(getattr(self, name), 0), "a whole number, 0 or more")
         for name in ("lr", "decay"):
-            self._require(name, 0 < getattr(self, name) < float("inf"), "a positive number")
-        self._require("clip", self.clip is None or self.clip > 0, "a positive number or None")
-        self._require("ema", self.ema is None or 0 < self.ema < 1, "a number between 0 and 1, or None")
+            self._require(name, _number(getattr(self, name), above=0.0), "a positive number")
+        self._require(
+            "weight_decay", self.weight_decay == 0 or _number(self.weight_decay, above=0.0), "a number, 0 or more"
+        )
+        self._require("clip", self.clip is None or _number(self.clip, above=0.0), "a positive number or None")
+        self._require(
+            "ema",
+            self.ema is None or (_number(self.ema, above=0.0) and self.ema < 1),
+            "a number between 0 and 1, or None",
+        )
+        good = isinstance(self.betas, tuple) and len(self.betas) == 2
+        self._require(
+            "betas", good and all(_number(b, above=-1e-9) and b < 1 for b in self.betas), "two numbers in [0, 1)"
+        )
+        good = isinstance(self.milestones, tuple) and all(_whole(step, 0) for step in self.milestones)
+        self._require("milestones", good, "a tuple of steps")
         self._require("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         self._require("device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
 
@@ -88,6 +101,9 @@ class Settings:
 
     def captures(self, device: str, processes: int) -> bool:
         """Whether steps on such a device run as CUDA graphs."""
+        self._require(
+            "precision", device != "cpu" or not self.precision.startswith("16"), "another one: float16 needs a GPU"
+        )
         can = device == "cuda" and processes == 1 and self.precision != "16-mixed"
         self._require("capture", can or not self.capture, "None: only one GPU without gradient scaling can capture")
         return can if self.capture is None else self.capture
@@ -108,3 +124,11 @@ class Settings:
             if mine[name] != other.get(name):
                 return f"{name}={other.get(name)!r} there, {name}={mine[name]!r} now"
         return ""
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object, *, above: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and above < value < float("inf")

@@ -59,7 +59,7 @@ def read_state(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{source} is not a readable training state ({error}). Delete it to begin anew, or copy it again."
         ) from error
-    if facts.get("format") != FORMAT:
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CheckpointError(f"{source} was not written by a bilip training run. Choose another folder.")
     if facts.get("version") != VERSION:
         raise CheckpointError(

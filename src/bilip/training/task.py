@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from bilip.errors import InputError
@@ -57,19 +58,41 @@ class Task:
 
 
 class Objective(nn.Module):
-    """The loss as a module, so that processes and precisions see one call in each step whatever happens inside."""
+    """The loss as a module, so that processes and precisions see one call in each step whatever happens inside.
+
+    The batch is an attribute, not an argument: mixed precision would round arguments, targets included.
+    """
+
+    batch: tuple[Tensor, ...]
 
     def __init__(self, task: Task) -> None:
         super().__init__()
-        self.model, self.loss = task.model, task.loss
+        self.model, self._loss = task.model, [task.loss]  # in a list: a loss that is a module is not a part of this one
+        known = {id(p) for p in task.model.parameters()}
+        own = task.loss.parameters() if isinstance(task.loss, nn.Module) else ()
+        if any(id(p) not in known for p in own):
+            raise InputError(
+                "Task.loss has parameters of its own, which would be neither trained nor saved. Make them a part of Task.model."
+            )
 
-    def forward(self, step: int, *batch: Tensor) -> dict[str, Tensor]:
-        found = dict(self.loss(self.model, step, *batch))
-        value = found.get("loss")
-        if not isinstance(value, Tensor) or value.ndim:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"Task.loss returned 'loss' as {got}: expected a scalar tensor under the name 'loss'.")
-        for name, part in found.items():
-            if not isinstance(part, Tensor) or part.numel() != 1:
-                raise InputError(f"Task.loss returned {name!r} as {type(part).__name__}: expected scalar tensors.")
+    def forward(self, step: int) -> dict[str, Tensor]:
+        returned = self._loss[0](self.model, step, *self.batch)
+        if not isinstance(returned, Mapping):
+            raise InputError(
+                f"Task.loss returned a {type(returned).__name__}: expected scalar tensors by name, as in {{'loss': loss}}."
+            )
+        found = dict(returned)
+        for name in ("loss", *found):
+            value = found.get(name)
+            if not isinstance(value, Tensor) or value.ndim:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(
+                    f"Task.loss returned {name!r} as {got}: expected a scalar tensor under the name {name!r}."
+                )
+            if name in ("step", "lr"):
+                raise InputError(f"Task.loss returned {name!r}: the log has a column of that name. Choose another.")
+        if torch.is_grad_enabled() and not found["loss"].requires_grad:
+            raise InputError(
+                "Task.loss returned a loss that does not depend on any parameter: there is nothing to train."
+            )
         return found
