@@ -5,7 +5,7 @@ import pytest
 import torch
 
 # The same examples on every run, so that one commit is either green or red; `make soak` searches with fresh ones.
-hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("same", max_examples=40, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

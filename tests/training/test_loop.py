@@ -54,7 +54,7 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
     finish(program(tmp_path / "whole"))
     rng, kills = random.Random(), 0
     folder = tmp_path / "killed"
-    for _ in range(3):
+    for _ in range(2):
         before = _written(folder)
         process = program(folder)
         began = time.monotonic()
