@@ -371,3 +371,27 @@ def test_parameters_changed_before_backward_are_noticed():
         next(model.parameters()).add_(0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_repair_of_a_step_whose_output_overflows_is_the_stored_gradient():
+    """The loss looks at the log-determinant alone: autograd never meets the infinite output, block by block zero times infinity would."""
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
+    with torch.no_grad():
+        model[2].t.layers[-1].bias[2:] -= 25.0  # what this block contracts, the walk cannot recover
+        model[5].t.layers[-1].bias[2:] += 100.0  # and the last one overflows
+    x = torch.randn(8, 4)
+    assert not bool(torch.isfinite(model(x)).all())
+
+    def gradient(f):
+        return torch.autograd.grad(f.forward_and_log_det(x)[1].mean(), list(model.parameters()), allow_unused=True)
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    stored, walked = gradient(model), gradient(guarded)
+    assert guarded.report().repaired == 1
+    for a, b in zip(stored, walked, strict=True):
+        if a is None:
+            assert b is None or not bool(b.any())
+        else:
+            assert bool(torch.isfinite(a).all())
+            assert torch.equal(a, b)
