@@ -68,6 +68,17 @@ NO_EXAMPLE = {
     "DriftWarning",
     "Latent",
     "SkippedSamples",
+    "Trained",
+    "Line",
+    "Measured",
+    "Outcome",
+    "Recipe",
+    "Work",
+    "SIZES",
+    "write_json",
+    "read_state",
+    "load_weights",
+    "read_log",
 }
 
 

@@ -48,7 +48,7 @@ def test_without_a_penalty_it_explodes(seed):
 @pytest.mark.parametrize(
     ("penalty", "limit"),
     [
-        (lambda: FiniteDifference(0.1, every=10), 1e-4),
+        (lambda: FiniteDifference(0.3, every=10), 1e-4),
         (lambda: FiniteDifference(0.01, every=10, scaling="original"), 1e-4),
         (lambda: FlowLikelihood(0.01), 1e-2),
     ],
@@ -62,6 +62,6 @@ def test_the_documented_weights_keep_it_invertible(penalty, limit, seed):
 
 
 def test_memory_saving_training_needs_no_repair_with_the_penalty():
-    m, _, run = trained(0, FiniteDifference(0.1, every=10), saving=True)
+    m, _, run = trained(0, FiniteDifference(0.3, every=10), saving=True)
     assert m["relative_max"] < 1e-4
     assert run.report().repaired <= 5

@@ -86,12 +86,16 @@ def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
         steps.append(step)
         return found
 
-    with pytest.raises(KeyboardInterrupt):
-        train(Task(base.model, base.batch, loss), make_settings(), tmp_path, progress=silent)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(Task(base.model, base.batch, loss), make_settings(), tmp_path, progress=silent)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     saved = read_state(tmp_path / "last.safetensors")[1]["step"]
     assert saved == steps[-1] + 1
     assert saved % 7  # not one of those that are saved anyway
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):

@@ -57,7 +57,7 @@ class FiniteDifference(Penalty):
         >>> from bilip.models import real_nvp
         >>> _ = torch.manual_seed(0)
         >>> model, x = real_nvp(4, blocks=6), torch.randn(32, 4)
-        >>> penalty = FiniteDifference(weight=0.1, every=10)
+        >>> penalty = FiniteDifference(weight=0.3, every=10)
         >>> z, log_det = model.forward_and_log_det(x)
         >>> loss = z.square().mean() + penalty(model, x, latent=(z, log_det), step=0)
         >>> loss.backward()
