@@ -71,7 +71,6 @@ NO_EXAMPLE = {
     "Trained",
     "Line",
     "Measured",
-    "Outcome",
     "Recipe",
     "Work",
     "SIZES",
