@@ -391,7 +391,8 @@ def test_tensorboard_has_the_rows_of_the_csv(tmp_path):
     for steps in (20, 40):
         train(make_task("flow"), make_settings(steps=steps), tmp_path, progress=silent)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 30, 40]
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert sorted(steps) == [10, 20, 30, 40]  # two files of one second are read in any order
 
 
 def test_batch_norm_is_not_shown_the_first_batch_twice(tmp_path):
