@@ -174,7 +174,7 @@ def test_a_folder_begun_otherwise(tmp_path, counting):
     reproduce("counting", out=tmp_path)
     with pytest.raises(CheckpointError, match="begun with steps=1, now it is 2"):
         reproduce("counting", out=tmp_path, changes=["steps=2"])
-    path = tmp_path / "work" / "quick" / "seed0" / "a" / "config.json"
+    path = tmp_path / "pieces" / "quick" / "seed0" / "a" / "config.json"
     write_json(path, {**read_json(path), "schema": 0})
     with pytest.raises(CheckpointError, match="another bilip"):
         reproduce("counting", out=tmp_path)
@@ -220,7 +220,7 @@ def test_configurations_that_make_no_sense(tmp_path, name, changes):
 
 def test_what_was_measured_and_then_damaged(tmp_path, counting):
     reproduce("counting", out=tmp_path)
-    folder = tmp_path / "work" / "quick" / "seed0" / "a"
+    folder = tmp_path / "pieces" / "quick" / "seed0" / "a"
     whole = (folder / "measured.json").read_text()
     (folder / "config.json").unlink()  # measured.json knows its configuration too
     with pytest.raises(CheckpointError, match="begun with steps=1"):
@@ -269,7 +269,7 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
     reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=150"], jobs=1)
     more = ("--set", "steps=150", "--jobs", "2")
     process = cli(*tiny(tmp_path / "killed", *more))
-    part = tmp_path / "killed" / "work" / "quick" / "seed0"
+    part = tmp_path / "killed" / "pieces" / "quick" / "seed0"
     began = time.monotonic()
     while len(list(part.glob("*/evaluation.csv"))) < 2 and time.monotonic() - began < 120:
         time.sleep(0.02)
@@ -289,7 +289,7 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
 def test_children_leave_with_their_parent(tmp_path):
     process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
     began = time.monotonic()
-    while len(list(tmp_path.glob("work/quick/seed0/*/train.csv"))) < 2 and time.monotonic() - began < 120:
+    while len(list(tmp_path.glob("pieces/quick/seed0/*/train.csv"))) < 2 and time.monotonic() - began < 120:
         time.sleep(0.05)
     children = [pid for pid in _processes() if _parent(pid) == process.pid]
     assert len(children) >= 2

@@ -128,8 +128,8 @@ class CheckerboardFlows(Recipe):
     }
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
-        "gpu": "under 8 minutes a seed on one GPU",
-        "paper": "hours on one GPU",
+        "gpu": "one GPU, meant for under 8 minutes a seed; not timed yet",
+        "paper": "one GPU, hours; not timed yet",
     }
     matched = (
         "100 blocks of the affine flows are 100 pairs of couplings (gpu, paper).",

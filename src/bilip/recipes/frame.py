@@ -118,7 +118,7 @@ def reproduce(
     document = _open(folder, recipe)
     fabric = _fabric(device, devices)
     todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
-    shares = {(part, seed): folder / "work" / size / f"seed{seed}" / part for part, seed in todo}
+    shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
     show = progress or (lambda which, what, share: None)
     missing = [key for key in todo if not is_measured(shares[key], recipe, config)]
     pieces = [Piece(recipe, part, seed, config, shares[part, seed], device) for part, seed in missing]

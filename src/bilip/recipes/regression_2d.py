@@ -86,8 +86,8 @@ class Regression2D(Recipe):
     }
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
-        "gpu": "under 8 minutes a seed on one GPU",
-        "paper": "half an hour on one GPU",
+        "gpu": "one GPU, meant for under 8 minutes a seed; not timed yet",
+        "paper": "one GPU; not timed yet",
     }
     matched = (
         "ActNorm begins as the identity; scale sigmoid(s + 2) + 1e-6; last layers are not started at zero.",
