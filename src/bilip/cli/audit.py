@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bilip.cli._bar import bar
 from bilip.errors import InputError
 
 __all__ = ["audit", "require_writable"]
@@ -59,15 +59,8 @@ def audit(
 
     model = load_model(target, device)
     sources = _sources(data)
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("auditing", total=1.0)
+    with bar() as running:
+        task = running.add_task("auditing", total=1.0)
         record = bilip.audit(
             model,
             sources,
@@ -79,7 +72,7 @@ def audit(
             name=target,
             command=shlex.join(["bilip", *sys.argv[1:]]),
             keep_interrupted=True,
-            progress=lambda text, share: bar.update(task, description=text, completed=share),
+            progress=lambda text, share: running.update(task, description=text, completed=share),
         )
     if out is not None:  # first of all: what was measured must not be lost
         record.save(out)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from bilip.cli._bar import bar
 
 if TYPE_CHECKING:
     from bilip.record import AuditRecord
@@ -34,20 +35,13 @@ def demo(
     require_writable(html)
     records: dict[str, AuditRecord] = {}
     console = Console(highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    aside = Console(stderr=True)
-    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
-        task = bar.add_task("loading", total=float(len(TITLES)))
+    with bar() as shown:
+        task = shown.add_task("loading", total=float(len(TITLES)))
         for k, name in enumerate(TITLES):
             records[TITLES[name]] = _audit(
                 name,
                 budget,
-                lambda text, share, k=k, name=name: bar.update(
+                lambda text, share, k=k, name=name: shown.update(
                     task, description=f"{name}: {text}", completed=k + share
                 ),
             )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bilip.cli._bar import bar
 from bilip.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,20 +78,13 @@ def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Out
     if jobs < 0:
         raise InputError(f"--jobs {jobs}: expected 0 or more.")
     jobs = jobs or (1 if devices > 1 else min(4, os.cpu_count() or 1))
-    aside = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal or console.quiet) as bar:
+    with bar(quiet=console.quiet) as shown:
         tasks: dict = {}
 
         def show(which: str, what: str, share: float) -> None:
             if which not in tasks:
-                tasks[which] = bar.add_task(which, total=1.0)
-            bar.update(tasks[which], description=f"{which}: {what}", completed=share)
+                tasks[which] = shown.add_task(which, total=1.0)
+            shown.update(tasks[which], description=f"{which}: {what}", completed=share)
 
         return run(
             name, size, seeds=chosen, device=device, devices=devices, out=out, changes=changes, jobs=jobs, progress=show

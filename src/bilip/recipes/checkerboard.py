@@ -7,8 +7,8 @@ Affine coupling with a scale in (0, 1), with a scale in (0.5, 1), and residual b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from bilip.data import checkerboard, seed_of
 from bilip.errors import InputError
 from bilip.objectives import Likelihood
 from bilip.probes import Attack
+from bilip.recipes.checkerboard_lines import ATTACK_RADIUS, TITLES, checkerboard_lines
 from bilip.recipes.config import require
 from bilip.recipes.plane import condition, grid, round_trip_errors, summary
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RECIPE", "Config"]
 
-TITLES = {"sigmoid": "affine (0, 1)", "half": "affine (0.5, 1)", "residual": "residual 0.8"}
 EDGE = 8.0
-ATTACK_RADIUS = 0.125
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,8 @@ class Config:
     spacing: float = 0.05
 
     def __post_init__(self) -> None:
-        counts = (
-            "couplings",
-            "blocks",
-            "batch",
-            "lr",
-            "steps",
-            "residual_lr",
-            "residual_steps",
-            "evaluate_every",
-            "test",
-        )
-        require(self, positive=(*counts, "spacing", "hidden", "residual_hidden"))
+        numbers = [field.name for field in fields(self) if field.name not in ("activation", "preactivate", "clip")]
+        require(self, positive=numbers)
         if self.spacing > 4 or abs(4 / self.spacing - round(4 / self.spacing)) > 1e-9:
             raise InputError(
                 f"--set spacing={self.spacing}: expected what divides 4, so that the grid has a line at the edge of the data."
@@ -185,65 +174,7 @@ class CheckerboardFlows(Recipe):
         return Measured(numbers, arrays | {f"log_{name}": np.array(values) for name, values in log.items()})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
-        def each(part: str, text: Callable[[Mapping[str, Any]], str]) -> str:
-            return "; ".join(text(found[seed][part].numbers) for seed in found)
-
-        said = self.paper()["in_short"]
-        lines = [
-            Line(
-                f"{title}: lost outside",
-                said[part],
-                each(part, _outside),
-                all(_holds(part, found[seed][part].numbers) for seed in found),
-            )
-            for part, title in TITLES.items()
-        ]
-        densities = [
-            [found[seed][part].numbers["density_lost_outside"] for part in ("sigmoid", "half")] for seed in found
-        ]
-        lines += [
-            Line(
-                "worst error outside, of the three in this order: falling",
-                said["order"],
-                "; ".join(", ".join(f"{_worst(found[seed][part].numbers):.1g}" for part in TITLES) for seed in found),
-                all(_order(found[seed]) for seed in found),
-            ),
-            Line(
-                "Inf/NaN densities outside, affine (0, 1) and (0.5, 1)",
-                said["density"],
-                "; ".join(f"{100 * a:.2g} %, {100 * b:.2g} %" for a, b in densities),
-                all(a > 0 and b == 0 for a, b in densities),
-            ),
-            Line(
-                "residual: error over eps (1 + |x|) cond, at most",
-                "",
-                each("residual", lambda n: f"{n['error_over_predicted']:.2g}"),
-                key=True,
-            ),
-        ]
-        for part, title in TITLES.items():
-            lines += [
-                Line(f"{title}: lost outside, best test loss", "", each(part, lambda n: _outside(n["best"]))),
-                Line(
-                    f"{title}: evaluations with any lost",
-                    "",
-                    each(part, lambda n: "{} of {}".format(*n["evaluations_lost"])),
-                ),
-                Line(
-                    f"{title}: test loss, at least {math.log(32):.3f}", "", each(part, lambda n: f"{n['test_nll']:.3f}")
-                ),
-                Line(
-                    f"{title}: Lip(F⁻¹) on [-8, 8]² proven",
-                    "",
-                    each(part, lambda n: "none of use" if (log := n["log10_inverse_bound"]) > 300 else f"10^{log:.3g}"),
-                ),
-                Line(
-                    f"{title}: attacked within ±{ATTACK_RADIUS}, relative error above 3.5e-4",
-                    "",
-                    each(part, lambda n: "{:.0f} of {}".format(_attacked(n), n["attack"]["samples"])),
-                ),
-            ]
-        return lines
+        return checkerboard_lines(found, self.paper()["in_short"])
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
         parts = {part: found[min(found)][part] for part in TITLES}
@@ -336,32 +267,6 @@ def audited(flow: Flow, held_out: Tensor, work: Work) -> dict[str, Any]:
 
 def _generator(work: Work) -> torch.Generator:
     return torch.Generator(device=work.device).manual_seed(seed_of(work.seed, 0, "samples"))
-
-
-def _outside(numbers: Mapping[str, Any]) -> str:
-    out = numbers["outside"]
-    broken = f" ({100 * out['share_non_finite']:.2g} % Inf/NaN)" if out["share_non_finite"] else ""
-    return f"{100 * out['share_above_1']:.2g} %{broken}, worst {_worst(numbers):.1g}"
-
-
-def _worst(numbers: Mapping[str, Any], where: str = "outside") -> float:
-    out = numbers[where]
-    return math.inf if out["share_non_finite"] else out["worst_finite"]
-
-
-def _attacked(numbers: Mapping[str, Any]) -> float:
-    return numbers["attack"]["share_success"] * numbers["attack"]["samples"]
-
-
-def _holds(part: str, numbers: Mapping[str, Any]) -> bool:
-    if part == "residual":
-        return max(_worst(numbers), _worst(numbers, "inside")) < 1e-3
-    return numbers["outside"]["share_above_1"] > 0
-
-
-def _order(parts: Mapping[str, Measured]) -> bool:
-    sigmoid, half, residual = (_worst(parts[part].numbers) for part in TITLES)
-    return sigmoid > half > residual
 
 
 RECIPE = CheckerboardFlows()
