@@ -70,6 +70,7 @@ ROWS: dict[str, tuple[Penalties, dict[str, Any]]] = {
     'FiniteDifference(0.3, every=10, mode="forward")': (differences(0.3, mode="forward"), {}),
     "FlowLikelihood(0.001)": (lambda: [FlowLikelihood(0.001)], {}),
     "FlowLikelihood(0.01)": (lambda: [FlowLikelihood(0.01)], {}),
+    "FlowLikelihood(0.03)": (lambda: [FlowLikelihood(0.03)], {}),
     "FlowLikelihood(0.1)": (lambda: [FlowLikelihood(0.1)], {}),
     'ActivationNorm(0.1, at="blocks")': (lambda: [ActivationNorm(0.1, at="blocks")], {}),
     "the same and FlowLikelihood(0.01)": (lambda: [ActivationNorm(0.1, at="blocks"), FlowLikelihood(0.01)], {}),
@@ -99,9 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter(
-        "ignore"
-    )  # samples that are left out are counted, and what a penalty skips is not the question
+    warnings.simplefilter("ignore")  # of penalties about samples they leave out
     rows: dict[str, list[dict[str, float]]] = {}
     for name in ROWS:
         rows[name] = [measure(name, seed) for seed in range(args.seeds)]
