@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "bilip"
 FLOORS = [
-    ["errors"],
+    ["errors", "_capture"],
     ["bounds", "record"],
     ["data"],
     ["nets"],

@@ -16,18 +16,18 @@ def test_without_a_penalty_it_explodes(seed):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    ("penalty", "limit"),
+    "penalty",
     [
-        (lambda: FiniteDifference(0.3, every=10), 1e-4),
-        (lambda: FiniteDifference(0.01, every=10, scaling="original"), 1e-4),
-        (lambda: FlowLikelihood(0.01), 1e-2),
+        lambda: FiniteDifference(0.3, every=10),
+        lambda: FiniteDifference(0.01, every=10, scaling="original"),
+        lambda: FlowLikelihood(0.03),
     ],
     ids=["clean", "original", "likelihood"],
 )
-def test_the_documented_weights_keep_it_invertible(penalty, limit, seed):
+def test_the_documented_weights_keep_it_invertible(penalty, seed):
     m, accuracy, _ = trained(seed, [penalty()])
     assert m["share_nan"] + m["share_inf"] + m["share_failed"] == 0
-    assert m["relative_max"] < limit
+    assert m["relative_max"] < 1e-4
     assert accuracy > 0.2  # chance is 0.1
 
 

@@ -54,7 +54,7 @@ def test_original_against_a_transcription():
     torch.manual_seed(0)
     model, x = models.real_nvp(6, blocks=3, hidden=(8,)).double(), torch.randn(10, 6, dtype=torch.float64)
     penalty = FiniteDifference(1e-2, scaling="original", seed=5)
-    v, w = torch.randn(2, 10, 6, generator=penalty._generator(x.device, 2), dtype=torch.float64)
+    v, w = torch.randn(2, 10, 6, generator=penalty._generator(x, 2), dtype=torch.float64)
     v, w = v / v.norm(dim=0), w / w.norm(dim=0)
     z = model(x)
     forward = (z - model(x + 0.1 * v)).norm() ** 2 / 0.1

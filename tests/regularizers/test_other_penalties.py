@@ -90,3 +90,21 @@ def test_activation_norm_through_reversible():
 def test_repr():
     assert repr(FlowLikelihood(1e-4, 5)) == "FlowLikelihood(weight=0.0001, every=5, bits=None)"
     assert "at='levels'" in repr(ActivationNorm(1.0))
+
+
+def test_the_state_of_an_activation_norm_has_its_guards():
+    def make():
+        torch.manual_seed(0)
+        return Reversible(models.real_nvp(4, blocks=3)), ActivationNorm(0.1, at="blocks")
+
+    (model, penalty), (twin, again) = make(), make()
+    x = torch.randn(8, 4)
+    for step in range(2):
+        penalty(model, x, step=step).backward()
+    again.load_state(penalty.state())
+    assert again.state() == penalty.state()  # before the walks are made
+    assert again.seen == 16
+    again(twin, x, step=2).backward()
+    penalty(model, x, step=2).backward()
+    assert again.state() == penalty.state()
+    assert [walk.report().steps for walk in again.walks()] == [3, 3, 3]

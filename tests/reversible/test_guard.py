@@ -15,6 +15,7 @@ from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.guard import REST, Fingerprint, drifts_of
+from squashed import squash
 
 TOLERANCE = Guard().limit(torch.float32)
 
@@ -32,13 +33,6 @@ def gradient(f, model, x, loss=loss_of):
 def off(found, stored):
     value = angle(found, stored)
     return value if math.isfinite(value) else math.inf
-
-
-def squash(block, sigma):
-    """Raw scales of an affine coupling so far down that g is about sigma."""
-    last = [layer for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1]
-    with torch.no_grad():
-        last.bias[len(last.bias) // 2 :] += math.log(sigma) - block.scale.shift
 
 
 def planted(sigma, places=(3,), features=8, count=8):

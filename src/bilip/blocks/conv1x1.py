@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, log_of
 from bilip.errors import InputError, NoGlobalBound
@@ -169,14 +170,14 @@ class InvertibleConv1x1(Bijection):
 
 def invert(weight: Tensor) -> Tensor:
     """The inverse of a matrix, or of each of a stack, solved for in float64 and rounded."""
-    if _capturing(weight):
+    if capturing(weight):
         return _newton(weight)
     return torch.linalg.inv_ex(weight.double())[0].to(weight.dtype)
 
 
 def log_abs_det(weight: Tensor) -> Tensor:
     """The log of |det W|, of a matrix or of each of a stack."""
-    if not _capturing(weight):
+    if not capturing(weight):
         return torch.linalg.slogdet(weight)[1]
     before = torch.backends.cuda.preferred_linalg_library()
     torch.backends.cuda.preferred_linalg_library("cusolver")  # the other one allocates, which a capture forbids
@@ -184,10 +185,6 @@ def log_abs_det(weight: Tensor) -> Tensor:
         return torch.linalg.slogdet(weight)[1]
     finally:
         torch.backends.cuda.preferred_linalg_library(before)
-
-
-def _capturing(weight: Tensor) -> bool:
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _newton(weight: Tensor, steps: int = 40) -> Tensor:

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
+
 __all__ = ["EvalCache", "is_plain", "reusing"]
 
 _REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
@@ -62,4 +64,4 @@ def is_plain(weight: Tensor) -> bool:
     """Whether values can be read here: not while tracing, transforming, or capturing a CUDA graph."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return False
-    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not capturing(weight)

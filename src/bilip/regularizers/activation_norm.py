@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +51,13 @@ class ActivationNorm(Penalty):
         if at not in PLACES:
             raise InputError(f"ActivationNorm(at={at!r}): expected one of {', '.join(map(repr, PLACES))}.")
         self.at = at
+        self._guards: list[dict[str, Any]] = []
         self._known: weakref.WeakKeyDictionary[Bijection, list[Bijection]] = weakref.WeakKeyDictionary()
 
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
         segments = self._known.get(model)
         if segments is None:
-            made: list[Bijection] = list(self.segments(model))
-            if isinstance(model, Reversible):
-                made = [Reversible(segment, model.guard, memory=model.memory) for segment in made]
-            self._known[model] = segments = made
+            self._known[model] = segments = self._made(model)
 
         def terms(kept: Tensor | None) -> Tensor:
             h, given = x if kept is None else x[kept], context if kept is None or context is None else context[kept]
@@ -80,6 +80,25 @@ class ActivationNorm(Penalty):
                 groups.append([])
             groups[-1].append(part)
         return [Chain(*group) for group in groups]
+
+    def _made(self, model: Bijection) -> list[Bijection]:
+        if not isinstance(model, Reversible):
+            return list(self.segments(model))
+        made = [Reversible(segment, model.guard, memory=model.memory) for segment in self.segments(model)]
+        for walk in made:
+            walk.load_guard_state(self._guards.pop(0) if self._guards else {})
+        return list(made)
+
+    def walks(self) -> list[Reversible]:
+        return [part for segments in self._known.values() for part in segments if isinstance(part, Reversible)]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "guards": [walk.guard_state() for walk in self.walks()] + self._guards}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._guards = list(state["guards"])  # of walks that are made when the network is seen
+        self._known.clear()
 
     def __repr__(self) -> str:
         return f"ActivationNorm(weight={self.weight:g}, every={self.every}, at={self.at!r})"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.blocks import ActNorm, Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError
@@ -87,7 +88,7 @@ class FiniteDifference(Penalty):
         self.mode, self.scaling, self.seed = mode, scaling, seed
 
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
-        generator = self._generator(x.device, step)
+        generator = self._generator(x, step)
         count = max(1, round(self.fraction * len(x)))
         if count < len(x):
             rows = torch.randperm(len(x), generator=generator, device=x.device)[:count]
@@ -110,10 +111,10 @@ class FiniteDifference(Penalty):
             return x.new_zeros(())
         return found.mean() if self.scaling == "clean" else found.sum()
 
-    def _generator(self, device: torch.device, step: int) -> torch.Generator | None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _generator(self, x: Tensor, step: int) -> torch.Generator | None:
+        if capturing(x):
             return None
-        return torch.Generator(device=device).manual_seed(seed_of(self.seed, step, "finite difference"))
+        return torch.Generator(device=x.device).manual_seed(seed_of(self.seed, step, "finite difference"))
 
     def _scaled(self, v: Tensor) -> Tensor:
         """A step for each sample, length eps in the clean scaling."""
@@ -148,7 +149,7 @@ class _Passes:
     """The passes of one penalty, so that they differ in their input alone."""
 
     def __init__(self, model: Bijection, x: Tensor) -> None:
-        self.model, self.seeds = model, Seeds(x.device)
+        self.model, self.seeds = model, Seeds(x)
         self.draws = draws_numbers(model)
         if self.draws:
             self.seeds.remember(0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilip._capture import Flag, capturing
 from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
 from bilip.errors import InputError
+from bilip.reversible import Reversible
 
 __all__ = ["Latent", "Penalty", "SkippedSamples"]
 
@@ -54,7 +56,7 @@ class Penalty:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InputError(f"{self._who}(every={every!r}): expected a whole number of steps, 1 or more.")
         self.every = every
-        self.seen, self.skipped = 0, 0
+        self.seen, self.skipped, self.flag = 0, 0, Flag()
         self._foreign: tuple[Any, Bijection] | None = None
 
     @property
@@ -88,6 +90,18 @@ class Penalty:
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
         """The penalty without its weight."""
         raise NotImplementedError
+
+    def walks(self) -> list[Reversible]:
+        """Memory-saving walks that the penalty has made for itself."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What is carried from step to step, as JSON values. For checkpoints."""
+        return {"seen": self.seen, "skipped": self.skipped}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as the penalty whose `state()` this was."""
+        self.seen, self.skipped = int(state["seen"]), int(state["skipped"])
 
     # ---- what penalties share
 
@@ -124,16 +138,19 @@ class Penalty:
         """Terms of the samples, shape `(batch,)`, without those that are not finite; possibly empty.
 
         A term that is not finite cannot be masked out afterwards: its gradient, 0 times infinity, would reach every parameter. So the
-        terms are evaluated again for the other samples alone. A captured step cannot stop to look: there they are masked.
+        terms are evaluated again for the other samples alone. A captured step cannot stop to look: it raises `flag`, and has to be run
+        again without its graph.
 
         Args:
             terms: From the chosen rows, `None` for all, to their terms.
             count: Number of samples.
         """
         found = terms(None)
-        if found.is_cuda and torch.cuda.is_current_stream_capturing():
-            return torch.where(torch.isfinite(found), found, torch.zeros_like(found))
         self.seen += count
+        if capturing(found):
+            good = torch.isfinite(found)
+            self.flag.raise_to(torch.where(good.all(), 0.0, torch.inf))
+            return torch.where(good, found, 0.0)
         kept: Tensor | None = None
         for _ in range(3):  # once, unless samples act upon each other
             good = torch.isfinite(found.detach())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible.angle import angle
@@ -75,7 +76,7 @@ class Call:
 
     def run(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """The output, its log-determinant, and the states that are stored."""
-        self.conditions, self.seeds = Conditions.now(x), Seeds(x.device)
+        self.conditions, self.seeds = Conditions.now(x), Seeds(x)
         self.seeds.begin()
         anchors = set() if self.watch is None else self.watch.places(self.inverse, x.element_size() * x.numel())
         if self.watch is not None and not self.checkpoint and not self.watch.rest:
@@ -159,12 +160,10 @@ class Call:
         limit = watch.guard.limit(x.dtype)
         places = sorted(drifts)
         values = torch.stack([drifts[k] for k in places]) if places else torch.zeros(1, device=x.device)
-        if x.is_cuda:
-            if watch.flag is None:
-                watch.flag = torch.zeros((), dtype=torch.float64, device=x.device)
-            watch.flag.copy_(torch.maximum(watch.flag, values.amax() / limit))
-            if torch.cuda.is_current_stream_capturing():
-                return False
+        watch.flag.raise_to(values.amax() / limit)
+        if capturing(x):
+            watch.steps += 1
+            return False
         names = [self.units[k].name for k in places]
         beyond = watch.settle(names, values.tolist() if places else [], limit)
         return watch.react(self.inverse, places, names, beyond, x.element_size() * x.numel())
@@ -172,7 +171,7 @@ class Call:
     def _spot_check(self, watch: Watch, back: Backward) -> bool:
         """Every so often: do a few samples have the gradient that they would have without a walk?"""
         every = watch.guard.spot_check
-        if not every or watch.steps % every or (back.x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not every or watch.steps % every or capturing(back.x):
             return False
         together = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.bijection.modules())
         few = back if any(self.draws) or together else back.rows(8)
@@ -217,7 +216,7 @@ class Call:
                 result.add(pulled)
                 y, grad = pulled.x, pulled.grad
             stop = begin
-        if not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not capturing(grad):
             self.overflowed = not bool(torch.isfinite(grad).all() and torch.isfinite(back.z).all())
         return grad, result
 
@@ -239,7 +238,7 @@ class Call:
                 )
 
     def _require_same(self, z: Tensor, before: Tensor) -> None:
-        if z.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(z):
             return
         difference = float(true_drift(z, before))
         limit = 10 * math.sqrt(torch.finfo(z.dtype).eps)

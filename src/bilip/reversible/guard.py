@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip._capture import Flag
 from bilip.errors import DriftError, InputError
 
 __all__ = ["DriftWarning", "Fingerprint", "Guard", "GuardReport", "Watch"]
@@ -175,7 +176,7 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
-    flag: Tensor | None = None  # largest drift over the limit of a captured step; read by the training loop
+    flag: Flag = field(default_factory=Flag)  # largest drift over its limit; read by the loop of captured steps
 
     def fingerprint(self, device: torch.device) -> Fingerprint:
         """New signs."""
@@ -226,6 +227,11 @@ class Watch:
             setattr(self, name, value)
         self.drift, self.worst, self.anchors, self.names = drift, worst, anchors, names
         self.counters.clear()
+
+    def spot_check_within(self, steps: int) -> bool:
+        """Whether one is due in the next so many steps."""
+        every = self.guard.spot_check
+        return every > 0 and (self.steps + steps) // every > self.steps // every
 
     def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
         """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""

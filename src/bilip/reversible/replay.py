@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
+
 __all__ = ["Conditions", "Seeds", "batch_norms", "draws_numbers", "frozen_statistics", "modes_again", "versions_of"]
 
 
@@ -39,8 +41,8 @@ class Conditions:
 class Seeds:
     """The state of the random generators before each unit that draws from them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, x: Tensor) -> None:
+        self.device, self.recorded = x.device, capturing(x)
         self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.last: tuple[Tensor, Tensor | None] | None = None
 
@@ -70,11 +72,9 @@ class Seeds:
 
     def _now(self) -> tuple[Tensor, Tensor | None] | None:
         """The present state; none while a CUDA graph is captured, which cannot be asked."""
-        if self.device.type != "cuda":
-            return torch.get_rng_state(), None
-        if torch.cuda.is_current_stream_capturing():
+        if self.recorded:
             return None
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def again(self, k: int) -> Iterator[None]:

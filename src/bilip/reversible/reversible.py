@@ -149,13 +149,13 @@ class Reversible(Bijection):
             raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
     def drift_flag(self) -> Tensor | None:
-        """On a GPU: the largest drift over its limit since the flag was last zeroed, as a number on the device.
+        """The largest drift over its limit since the flag was last zeroed, a number on the device; `None` before the first step.
 
         A captured step cannot stop to look. Read the flag before `optimizer.step()`; if it is above 1, zero it,
         zero the gradients in place (`zero_grad(set_to_none=False)`: the graph owns their memory) and run the step again without
         the graph, which repairs.
         """
-        return None if self._watch is None else self._watch.flag
+        return None if self._watch is None else self._watch.flag.value
 
     # ---- everything else is the bijection's
 

@@ -158,14 +158,14 @@ class StabilityCallback(Callback):
             logger.log_metrics(values, step=step)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {name: {"seen": p.seen, "skipped": p.skipped} for name, p in self.penalties.items()}
+        penalties = {name: penalty.state() for name, penalty in self.penalties.items()}
         guards = {name: reversible.guard_state() for reversible, name in self._guarded.items()}
-        return {"rows": [asdict(row) for row in self.rows], "penalties": counts, "guards": guards}
+        return {"rows": [asdict(row) for row in self.rows], "penalties": penalties, "guards": guards}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows[:] = [StabilityRow(**row) for row in state_dict["rows"]]
         for name, penalty in self.penalties.items():
-            vars(penalty).update(state_dict["penalties"].get(name, {}))
+            penalty.load_state({**penalty.state(), **state_dict["penalties"].get(name, {})})
         self._restored = dict(state_dict["guards"])  # on_fit_start knows the modules
 
     def _guard_values(self) -> dict[str, float]:

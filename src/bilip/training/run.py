@@ -94,7 +94,7 @@ class Run:
         if facts:
             self._restore(tensors, facts)
         step = Step(fabric, wrapped, self.optimizer, settings, self.average)
-        self.step = CapturedStep(step, task.variant, self.reseed) if captured else step
+        self.step = CapturedStep(step, task, self.reseed) if captured else step
         self.log = Log(folder if self.main else None, facts.get("log"), self.done)
 
     @property
@@ -150,7 +150,7 @@ class Run:
             "best_step": self.best_step,
             "best_loss": self.best_loss,
             "guards": {name: walk.guard_state() for name, walk in self._walks().items()},
-            "penalties": [{"seen": p.seen, "skipped": p.skipped} for p in self.task.penalties],
+            "penalties": [penalty.state() for penalty in self.task.penalties],
             "log": self.log.sizes,
             "sums": list(self.sums),
             "summed": self.summed,
@@ -174,8 +174,8 @@ class Run:
                 value.copy_(tensors[f"average.{name}"])
         for name, walk in self._walks().items():
             walk.load_guard_state(facts["guards"].get(name, {}))
-        for penalty, counts in zip(self.task.penalties, facts["penalties"], strict=True):
-            penalty.seen, penalty.skipped = counts["seen"], counts["skipped"]
+        for penalty, state in zip(self.task.penalties, facts["penalties"], strict=True):
+            penalty.load_state(state)
 
     def _open(self) -> None:
         try:
@@ -261,13 +261,13 @@ class Run:
         if all(part._ready for part in objective.modules() if isinstance(part, ActNorm)):
             return
         torch.manual_seed(seed_of(self.settings.seed, 0, "start"))
-        counts = [(p.seen, p.skipped) for p in self.task.penalties]
+        states = [penalty.state() for penalty in self.task.penalties]
         objective.batch = self.batch(0)
         norms = [part for part in batch_norms(objective) if not isinstance(part, ActNorm)]
         with frozen_statistics(norms), shared_statistics(lambda value: self.fabric.all_reduce(value, reduce_op="sum")):
             objective(0)
-        for penalty, (seen, skipped) in zip(self.task.penalties, counts, strict=True):
-            penalty.seen, penalty.skipped = seen, skipped
+        for penalty, state in zip(self.task.penalties, states, strict=True):
+            penalty.load_state(state)
 
 
 def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> torch.optim.Optimizer:

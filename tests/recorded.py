@@ -1,0 +1,148 @@
+"""CUDA graphs played on a CPU, so that captured steps are tested where there is no GPU.
+
+A graph is the list of the operators that ran while it was recorded, with the very tensors they read and wrote. A replay runs them
+again on those tensors: whatever Python had computed in between is frozen, as on a GPU. What a GPU forbids while it records raises
+here too: looking at numbers, copying from the host, generators it does not know. Not played: memory that a graph uses twice, streams.
+"""
+
+import contextlib
+import sys
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+aten = torch.ops.aten
+FORBIDDEN = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::_unique2",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::lift_fresh",
+    "aten::linalg_inv_ex",  # its library allocates
+}
+
+
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self):
+        self.calls = []
+
+    def replay(self):
+        assert self.calls, "this graph was never recorded"
+        with torch.no_grad():
+            for function, args, kwargs, outputs in self.calls:
+                again = function(*args, **kwargs)
+                for old, new in zip(outputs, tree_flatten(again)[0], strict=True):
+                    if old is not None:
+                        old.copy_(new)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, graph):
+        super().__init__()
+        self.graph = graph
+        self.before = {}  # what was written while recording, and what was there: a GPU records without running
+        self.state = torch.get_rng_state()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.set_rng_state(self.state)
+        with torch.no_grad():
+            for storage, content in self.before.values():
+                storage.copy_(content)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = tree_flatten((args, kwargs))[0]
+        name = function.name().split(".")[0]
+        masks = name in ("aten::index", "aten::index_put_", "aten::index_put") and any(
+            isinstance(t, torch.Tensor) and t.dtype == torch.bool for t in tree_flatten(args[1])[0]
+        )
+        if name in FORBIDDEN or masks:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
+        if any(isinstance(value, torch.Generator) for value in given):
+            raise RuntimeError("attempt to capture with a generator that is not registered")
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write:
+                for tensor in tree_flatten(value)[0]:
+                    self.keep(tensor)
+        outputs = function(*args, **kwargs)
+        inputs = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
+        fresh = [
+            t if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in inputs else None
+            for t in tree_flatten(outputs)[0]
+        ]
+        if function._schema.is_mutable or any(t is not None for t in fresh):
+            self.graph.calls.append(
+                (function, *detached(args, kwargs), [None if t is None else t.detach() for t in fresh])
+            )
+        return outputs
+
+    def keep(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.before:
+            self.before[storage.data_ptr()] = storage, storage.clone()
+
+
+def detached(args, kwargs):
+    """The same memory, without the history."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach(), (args, kwargs))
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+def play_graphs_on_the_cpu(monkeypatch):
+    """Let `bilip` believe that this CPU can capture."""
+    recording = []
+
+    @contextlib.contextmanager
+    def graph(graph):
+        recording.append(graph)
+        try:
+            with Recorder(graph):
+                yield
+        except BaseException:
+            graph.calls.clear()
+            raise
+        finally:
+            recording.pop()
+
+    def refuse(name):
+        original = getattr(torch.Tensor, name)
+
+        def looked(self, *args):
+            if recording:
+                raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, looked)
+
+    for name in ("tolist", "numpy"):
+        refuse(name)
+    for name, value in {
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", lambda *name: None)
+    from bilip._capture import capturing
+    from bilip.training.settings import Settings
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("bilip.")]:
+        if vars(module).get("capturing") is capturing:
+            monkeypatch.setattr(module, "capturing", lambda x: bool(recording))
+    monkeypatch.setattr(
+        Settings, "captures", lambda self, device, processes: True if self.capture is None else self.capture
+    )

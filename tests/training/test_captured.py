@@ -1,0 +1,270 @@
+"""Captured steps: the numbers of eager ones, whatever happens on the way. On a CPU the graphs are played (`recorded.py`)."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bilip import Flow, Guard, Reversible, models
+from bilip.data import checkerboard, seed_of
+from bilip.errors import InputError
+from bilip.objectives import Likelihood
+from bilip.recipes import checkerboard as checkerboard_recipe
+from bilip.recipes import regression_2d
+from bilip.recipes.recipe import Work
+from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood
+from bilip.training import Settings, Task, read_log, read_state, run, train
+from bilip.training.step import WARMUP, CapturedStep
+from recorded import play_graphs_on_the_cpu
+from squashed import squash
+from training.runs import silent
+
+STEPS, SEED, BATCH = 40, 1, 48
+
+
+@pytest.fixture
+def captured(device, monkeypatch):
+    """The captured steps of the runs of a test, in their order."""
+    found = []
+
+    class Seen(CapturedStep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            found.append(self)
+
+    monkeypatch.setattr(run, "CapturedStep", Seen)
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+    return found
+
+
+def make_task(trunk, penalties=(), at=None):
+    """The likelihood of a checkerboard; `at` are things that happen before some steps."""
+    happens = {seed_of(SEED, step, "data"): action for step, action in (at or {}).items()}
+
+    def batch(draw):
+        x = checkerboard(BATCH, draw("data"))
+        action = happens.get(draw("data"))
+        return (x if action is None else action(x),)
+
+    return Task(Flow(trunk), batch, Likelihood(penalties), penalties=penalties)
+
+
+def make_trunk(**options):
+    torch.manual_seed(0)
+    return models.real_nvp(2, blocks=4, hidden=(16, 16), **options)
+
+
+def make_settings(device, **changes):
+    return Settings(**{"steps": STEPS, "lr": 5e-3, "seed": SEED, "log_every": 1, "device": device.type} | changes)
+
+
+def squashed(trunk, x):
+    """From now on the inverse of a block is lost."""
+    squash(trunk[2], 1e-9)
+    return x
+
+
+def both(make, device, folder, **changes):
+    """The same task trained eagerly and captured: the two tasks, and the largest difference of their weights."""
+    tasks = []
+    for name, capture in (("eager", False), ("captured", None)):
+        tasks.append(make())
+        train(tasks[-1], make_settings(device, capture=capture, **changes), folder / name, progress=silent)
+    states = [read_state(folder / name / "last.safetensors")[0] for name in ("eager", "captured")]
+    assert states[0].keys() == states[1].keys()
+    apart = max(float((states[0][key].double() - states[1][key].double()).abs().max()) for key in states[0])
+    return *tasks, apart
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"clip": 0.5, "ema": 0.9}, {"warmup": 10, "milestones": (20, 30)}, {"accumulate": 3}, {"weight_decay": 0.1}],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_as_eager(captured, device, tmp_path, changes):
+    *_, apart = both(lambda: make_task(make_trunk(actnorm=True)), device, tmp_path, **changes)
+    assert apart < 1e-5  # the learning rate is a float32 tensor in a graph
+    assert captured[0].replays == STEPS - WARMUP
+    eager, replayed = (read_log(tmp_path / name, "train") for name in ("eager", "captured"))
+    assert replayed["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert len(set(replayed["loss"])) == STEPS
+
+
+def test_images(captured, device, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        trunk = Reversible(models.glow((3, 8, 8), levels=2, blocks=2, hidden=8))
+        return Task(
+            Flow(trunk),
+            lambda draw: (torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(draw("data"))),),
+            Likelihood((FlowLikelihood(0.01),)),
+        )
+
+    *_, apart = both(make, device, tmp_path, steps=8, lr=1e-3)
+    assert apart < 2e-5
+    assert captured[0].replays == 8 - WARMUP
+    assert not captured[0].reruns
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_a_walk_that_begins_to_drift_is_repaired(captured, device, tmp_path, budget):
+    def make():
+        trunk = make_trunk()
+        base = make_task(Reversible(trunk, Guard(budget=budget)), at={12: lambda x: squashed(trunk, x)})
+
+        def loss(model, step, x):
+            return base.loss(model, step, x + 0.01 * torch.randn_like(x))  # drawn again in a step that is run again
+
+        return Task(base.model, base.batch, loss)
+
+    eager, replayed, apart = both(make, device, tmp_path, lr=1e-4)
+    assert apart < 1e-5
+    assert captured[0].reruns == (1 if budget else 2)  # without anchors the walk rests, and is tried again
+    assert captured[0].replays > STEPS // 2
+    reports = [task.model.bijection.report() for task in (eager, replayed)]
+    assert reports[1].repaired == reports[0].repaired >= 1
+    assert reports[1].steps == reports[0].steps == STEPS
+    assert reports[1].anchors == reports[0].anchors
+    assert bool(reports[1].anchors) == (budget > 0)
+
+
+def test_a_bare_walk_would_be_wrong(captured, device, tmp_path):
+    """That the test above can fail."""
+    results = []
+    for guard in (Guard(), None):
+        trunk = make_trunk()
+        task = make_task(Reversible(trunk, guard), at={12: lambda x, trunk=trunk: squashed(trunk, x)})
+        train(task, make_settings(device, lr=1e-4), tmp_path / str(len(results)), progress=silent)
+        results.append(torch.cat([p.detach().flatten() for p in task.model.parameters()]))
+    assert not torch.allclose(*results, atol=1e-4)
+
+
+def test_spot_checks(captured, device, tmp_path):
+    eager, replayed, apart = both(lambda: make_task(Reversible(make_trunk(), Guard(spot_check=7))), device, tmp_path)
+    assert apart < 1e-5
+    assert replayed.model.bijection.report().spot_checks == eager.model.bijection.report().spot_checks == STEPS // 7
+    assert captured[0].replays >= STEPS - WARMUP - STEPS // 7
+
+
+def test_random_directions_are_drawn_anew(captured, device, tmp_path):
+    def make():
+        penalty = FiniteDifference(0.3, every=2)
+        return make_task(Reversible(make_trunk()), (penalty,), at=dict.fromkeys(range(STEPS), same))
+
+    def same(x):
+        return checkerboard(BATCH, 5)
+
+    eager, replayed, _ = both(make, device, tmp_path, lr=1e-9)
+    assert len(captured[0].graphs) == 2  # with the penalty, and without
+    assert captured[0].replays == STEPS - 2 * WARMUP
+    values = read_log(tmp_path / "captured", "train")["FiniteDifference"]
+    assert len(set(values[::2])) == STEPS // 2  # only the directions change
+    assert not any(values[1::2])
+    expected = torch.tensor(read_log(tmp_path / "eager", "train")["FiniteDifference"][::2])
+    assert float(torch.tensor(values[::2]).mean()) == pytest.approx(float(expected.mean()), rel=0.1)
+    assert replayed.penalties[0].seen == eager.penalties[0].seen == STEPS // 2 * BATCH
+
+
+def test_samples_that_are_not_finite_are_left_out(captured, device, tmp_path):
+    def far(x):
+        return torch.cat((x[:-1], torch.full((1, 2), 3e38)))
+
+    def make():
+        penalty = FiniteDifference(0.1)
+        base = make_task(make_trunk(), at={20: far})
+
+        def loss(model, step, x):
+            return {"loss": base.loss(model, step, x[:-1])["loss"] + penalty(model, x, step=step)}
+
+        return Task(base.model, base.batch, loss, penalties=(penalty,))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager, replayed, _ = both(make, device, tmp_path, steps=21, clip=1.0)
+    assert captured[0].reruns == 1
+    assert replayed.penalties[0].skipped == eager.penalties[0].skipped == 1
+    assert replayed.penalties[0].seen == eager.penalties[0].seen
+
+
+def test_walks_of_a_penalty_are_watched(captured, device, tmp_path):
+    """Activation norms run passes of their own, with guards of their own."""
+
+    def make():
+        trunk = make_trunk()
+        base = make_task(trunk, at={12: lambda x: squashed(trunk, x)})
+        penalty, walk = ActivationNorm(0.1, at="blocks"), Reversible(trunk)
+
+        def loss(model, step, x):
+            return {"loss": base.loss(model, step, x)["loss"] + penalty(walk, x, step=step)}
+
+        return Task(base.model, base.batch, loss, penalties=(penalty,))
+
+    eager, replayed, apart = both(make, device, tmp_path, lr=1e-4)
+    assert apart < 1e-5
+    counts = [[walk.report().repaired for walk in task.penalties[0].walks()] for task in (eager, replayed)]
+    assert counts[0] == counts[1] == [0, 0, 1, 0]
+    assert captured[0].reruns == 1
+
+
+@pytest.mark.parametrize("stop", [2, 17])
+def test_resumed(captured, device, tmp_path, stop):
+    def make():
+        return make_task(Reversible(make_trunk(actnorm=True)), (FiniteDifference(0.1, every=3),))
+
+    train(make(), make_settings(device), tmp_path / "whole", progress=silent)
+    train(make(), make_settings(device, steps=stop), tmp_path / "parts", progress=silent)
+    task = make()
+    train(task, make_settings(device), tmp_path / "parts", progress=silent)
+    whole, parts = (read_log(tmp_path / name, "train") for name in ("whole", "parts"))
+    assert parts["step"] == whole["step"]
+    # In the steps before a graph directions come from another generator: the same in distribution alone.
+    assert parts["nll"] == pytest.approx(whole["nll"], rel=0.02)
+    assert task.penalties[0].seen == -(-STEPS // 3) * BATCH
+
+
+def test_what_cannot_be_captured_stays_eager(captured, device, tmp_path):
+    def make():
+        base = make_task(make_trunk())
+
+        def loss(model, step, x):
+            found = base.loss(model, step, x)
+            assert float(found["loss"].detach()) < 1e6  # looks at a number
+            return found
+
+        return Task(base.model, base.batch, loss)
+
+    with pytest.warns(UserWarning, match="cannot run as a CUDA graph and stays eager"):
+        *_, apart = both(make, device, tmp_path)
+    assert apart < 1e-5
+    assert not captured[0].replays
+    with pytest.raises(InputError, match="capture=True: this step cannot run as a CUDA graph"):
+        train(make(), make_settings(device, capture=True), tmp_path / "must", progress=silent)
+
+
+CHECKERBOARD = replace(
+    checkerboard_recipe.PAPER,
+    couplings=4,
+    blocks=2,
+    hidden=(8, 8),
+    residual_hidden=(8, 8),
+    steps=8,
+    residual_steps=8,
+    evaluate_every=8,
+    test=50,
+    spacing=1.0,
+)
+REGRESSION = replace(regression_2d.PAPER, widths=(10,), blocks=4, points=64, batch=64, steps=8, evaluate_every=8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "part"),
+    [(checkerboard_recipe.RECIPE, CHECKERBOARD, part) for part in ("sigmoid", "half", "residual")]
+    + [(regression_2d.RECIPE, REGRESSION, part) for part in ("plain-10", "nf1e-06-10", "fd-10")],
+)
+def test_the_steps_of_the_recipes_can_be_captured(captured, device, tmp_path, monkeypatch, recipe, config, part):
+    monkeypatch.setattr(checkerboard_recipe, "audited", lambda *args: {})  # not what is asked here
+    recipe.run(part, config, Work(tmp_path, device=device.type))
+    assert not captured[0].failed
+    assert captured[0].replays >= 8 - WARMUP - 1  # every tenth step has another penalty
