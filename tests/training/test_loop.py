@@ -98,6 +98,19 @@ def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
     assert saved % 7  # not one of those that are saved anyway
 
 
+def test_one_run_in_a_folder_at_a_time(tmp_path):
+    base = make_task("flow")
+
+    def loss(model, step, x):
+        if step == 3:
+            with pytest.raises(InputError, match="another process is training in"):
+                train(make_task("flow"), make_settings(), tmp_path, progress=silent)
+        return base.loss(model, step, x)
+
+    train(Task(base.model, base.batch, loss), make_settings(steps=5), tmp_path, progress=silent)
+    train(Task(base.model, base.batch, loss), make_settings(steps=6), tmp_path, progress=silent)
+
+
 def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):
     base = make_task("flow")
 

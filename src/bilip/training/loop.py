@@ -59,7 +59,7 @@ def train(
     """
     with contextlib.ExitStack() as stack:
         run = Run(task, settings, Path(folder), launch(settings) if fabric is None else fabric)
-        stack.callback(run.log.close)
+        stack.callback(run.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts())
         try:

@@ -17,6 +17,7 @@ from bilip.errors import CheckpointError, InputError
 from bilip.reversible import Reversible
 from bilip.reversible.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.training.average import Average
+from bilip.training.lock import hold
 from bilip.training.log import Log
 from bilip.training.machines import own_rows
 from bilip.training.settings import Settings
@@ -158,6 +159,12 @@ class Run:
         save_state(self.last, tensors, facts)
         return True
 
+    def close(self) -> None:
+        """Close the logs, and let others train here."""
+        self.log.close()
+        if self._lock is not None:
+            self._lock.close()
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model, as a state names them."""
         return {f"model.{name}": value for name, value in self.task.model.state_dict().items()}
@@ -182,6 +189,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot train in {self.folder} ({error.strerror}).") from error
+        self._lock = hold(self.folder) if self.main else None
         for name in ("last", "best") if self.main else ():  # what a process that was killed while writing has left
             for path in self.folder.glob(f".{name}.safetensors.*"):
                 path.unlink(missing_ok=True)
