@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bilip.errors import InputError, NonFiniteParameters
-from bilip.nets import HeldConv2d, HeldLinear, conv_norm, gram_norm, matrix_norm, power_lower_bound
-from bilip.nets.norms import smallest_singular_value
+from bilip.nets import HeldConv2d, HeldLinear, conv_norm, gram_norm, matrix_norm, power_lower_bound, spectral
+from bilip.nets.norms import gram_norms, smallest_singular_value
 
 
 def dense_norm(conv: nn.Module, shape: tuple[int, ...]) -> float:
@@ -148,6 +148,36 @@ def test_gram_iteration_bounds_from_above(seed, rows, columns, scale):
 def test_gram_norm_gradient():
     matrix = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a: gram_norm(a, steps=4), (matrix,))
+    several = torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: gram_norm(a, steps=4), (several,))  # of the largest
+    assert torch.autograd.gradcheck(lambda a: gram_norms(a, steps=4), (several,))  # of each
+
+
+def test_norms_taken_together_are_those_taken_one_by_one(monkeypatch):
+    shapes = [(4, 6), (4, 6), (6, 4), (4, 6), (6, 4), (5, 5)]
+    layers = [HeldLinear(a, b, coefficient=0.5 if k else 0.7) for k, (a, b) in enumerate(shapes)]
+    with torch.no_grad():
+        for k, layer in enumerate(layers):
+            layer.weight *= 10.0 ** (k - 2)  # some are below their coefficient
+    alone = [layer.held_weight() for layer in layers]
+    for most in (2**22, 50, 1):  # all of a size at once, two at a time, one by one
+        monkeypatch.setattr(spectral, "_MOST", most)
+        with spectral.held_together(layers):
+            found = [layer.held_weight() for layer in layers]
+            with spectral.held_together(layers):  # a chain in a chain
+                assert [layer.held_weight() is w for layer, w in zip(layers, found, strict=True)][1:4] == [most > 1] * 3
+            other = torch.randn(6, 4)
+            swapped = torch.func.functional_call(layers[1], {"weight": other, "bias": torch.zeros(6)}, torch.eye(4))
+        for layer, one, each in zip(layers, found, alone, strict=True):
+            torch.testing.assert_close(one, each, rtol=1e-6, atol=1e-7)
+            assert matrix_norm(one) <= layer.coefficient
+            grads = [torch.autograd.grad(w.square().sum(), layer.weight, retain_graph=True)[0] for w in (one, each)]
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+        assert matrix_norm(swapped) == pytest.approx(0.5, rel=1e-4)
+        assert not torch.equal(swapped, found[1].T)
+    assert layers[1].held_weight() is not found[1]  # outside they are computed anew
+    with torch.no_grad(), spectral.held_together(layers):
+        assert not spectral._TOGETHER.get()  # there the cache is better
 
 
 @settings(max_examples=40, deadline=None)

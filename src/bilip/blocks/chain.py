@@ -16,6 +16,7 @@ from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache
+from bilip.nets.spectral import HeldLinear, held_together
 
 __all__ = ["Chain"]
 
@@ -57,6 +58,13 @@ class Chain(Bijection):
         self.volume_preserving = all(block.volume_preserving for block in blocks)
         self.closed_form = all(block.closed_form for block in blocks)
         self._caches: dict[tuple[object, ...], EvalCache] = {}
+        self._held: list[HeldLinear] | None = None
+
+    def _held_layers(self) -> list[HeldLinear]:
+        """Looked up once: those that come later are held one by one."""
+        if self._held is None:
+            self._held = [part for part in self.modules() if type(part) is HeldLinear]
+        return self._held
 
     def __iter__(self) -> Iterator[Bijection]:
         return iter(self.blocks)  # type: ignore[arg-type]
@@ -168,7 +176,8 @@ class _Pass:
     """One pass through a chain, with the work on parameters done for many blocks at once: on a device, each launch counts.
 
     The 1x1 convolutions with a free matrix are taken together by size: one solve, one determinant, and one product with
-    the scales of the ActNorms before them. Log-determinants that do not depend on the input are added up at the end.
+    the scales of the ActNorms before them. So are the norms of held layers. Log-determinants that do not depend on the input are
+    added up at the end.
     """
 
     def __init__(self, chain: Chain, *, inverse: bool, log_det: bool) -> None:
@@ -210,11 +219,12 @@ class _Pass:
         else:
             self.chain._check_shape(x, self.chain.shape, "input")
         places = range(len(self.blocks))
-        for k in reversed(places) if self.inverse else places:
-            x = self._step(k, self.blocks[k], x, context)
-            if self.with_log_det and k in self.fixed:
-                features, logs = self.fixed[k]
-                self.constants.setdefault(math.prod(x.shape[1:]) // features, []).append(logs)
+        with held_together(self.chain._held_layers()):
+            for k in reversed(places) if self.inverse else places:
+                x = self._step(k, self.blocks[k], x, context)
+                if self.with_log_det and k in self.fixed:
+                    features, logs = self.fixed[k]
+                    self.constants.setdefault(math.prod(x.shape[1:]) // features, []).append(logs)
         return x
 
     def _step(self, k: int, block: Bijection, x: Tensor, context: Tensor | None) -> Tensor:

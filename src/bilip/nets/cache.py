@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bilip._capture import capturing
 
-__all__ = ["EvalCache", "is_plain", "reusing"]
+__all__ = ["EvalCache", "is_plain", "is_transformed", "reusing"]
 
 _REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
 
@@ -62,6 +62,9 @@ class EvalCache:
 
 def is_plain(weight: Tensor) -> bool:
     """Whether values can be read here: not while tracing, transforming, or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
-        return False
-    return not capturing(weight)
+    return not is_transformed() and not capturing(weight)
+
+
+def is_transformed() -> bool:
+    """Whether a compiler or torch.func is at work."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]

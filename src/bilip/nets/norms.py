@@ -69,49 +69,60 @@ def smallest_singular_value(weight: Tensor) -> float:
 def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
     r"""Certified upper bound on $\max_i \|A_i\|_2$ over a batch of real or complex matrices, differentiable once.
 
+    Example:
+        >>> a = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
+        >>> round(float(gram_norm(a[None])), 6)
+        2.0
+    """
+    flat = matrices.reshape(-1, *matrices.shape[-2:])
+    if len(flat) == 1:
+        return gram_norms(flat, steps)[0]
+    with torch.no_grad():
+        bounds = gram_norms(flat, steps)
+        largest = bounds.max()
+    if not torch.is_grad_enabled():
+        return largest
+    again = gram_norms(flat.index_select(0, bounds.argmax()[None]), steps)[0]  # its slope
+    return again / again.detach().clamp_min(torch.finfo(largest.dtype).tiny) * largest
+
+
+def gram_norms(matrices: Tensor, steps: int = 10) -> Tensor:
+    r"""Certified upper bounds on $\|A_i\|_2$ for each of a batch of real or complex matrices, differentiable once.
+
     The bound is the Schatten norm $\|A\|_p$ with $p = 2^{t+1}$. Its gradient $G$ is a multiple of $A (A^* A)^{p/2 - 1}$, and the
     inner product of $G$ and $A$ is the norm itself, so that one product with a constant $G$ carries the gradient and no iteration
     is kept for the backward pass. Second derivatives of the norm are not carried.
 
     Example:
         >>> a = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
-        >>> round(float(gram_norm(a[None])), 6)
-        2.0
+        >>> gram_norms(torch.stack((a, 3 * a)))
+        tensor([2.0000, 6.0000], dtype=torch.float64)
     """
     tall = matrices.mH if matrices.shape[-1] > matrices.shape[-2] else matrices
-    tall = tall.reshape(-1, *tall.shape[-2:])
-    rank, tiny = tall.shape[-1], torch.finfo(tall.real.dtype).tiny
+    rank, tiny, grad = tall.shape[-1], torch.finfo(tall.real.dtype).tiny, torch.is_grad_enabled()
 
     def halved(a: Tensor) -> tuple[Tensor, Tensor]:
         """Divide by the size, and return it too."""
         size = torch.linalg.matrix_norm(a).clamp_min(tiny)
         return a / size[..., None, None], size
 
-    alone = len(tall) == 1 and torch.is_grad_enabled()  # a single matrix is the largest: its slope comes along
     with torch.no_grad():
-        a, log = tall, torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
-        slope = tall
+        a, slope = tall, tall
+        log = torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
         for step in range(steps):
             a, size = halved(a)
             log = log + size.log() * 2.0**-step
             a = a.mH @ a
-            slope = halved(slope @ a)[0] if alone else slope
+            slope = halved(slope @ a)[0] if grad else slope
         log = log + halved(a)[1].log() * 2.0**-steps
         # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
         # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series.
         slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
-        bound, place = log.max().exp() * (1 + slack), log.argmax()
-    if not torch.is_grad_enabled():
-        return bound
-    largest = tall[0] if alone else tall.index_select(0, place[None])[0]
-    with torch.no_grad():
-        slope, a = slope[0] if alone else largest, largest
-        for _ in range(0 if alone else steps):
-            a = halved(a)[0]
-            a = a.mH @ a
-            slope = halved(slope @ a)[0]
-    inner = (slope.conj() * largest).real.sum()
-    return inner / inner.detach().clamp_min(tiny) * bound
+        bounds = log.exp() * (1 + slack)
+    if not grad:
+        return bounds
+    inner = (slope.conj() * tall).real.sum((-2, -1))
+    return inner / inner.detach().clamp_min(tiny) * bounds
 
 
 def conv_norm(
