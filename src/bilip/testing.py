@@ -1,10 +1,9 @@
 r"""The contract of a bijection, for your own blocks and your own test suite.
 
-`check_contract` checks every promise of the interface: round trips, log-determinants against the Jacobian, bounds that
-no measured
-gain exceeds, enclosures that hold, gradients, and a state dict that carries everything. `assert_invertible` is the one
-line for a
-trained model. `search_gains` looks for the largest gains of a map and its inverse, the adversary of every bound.
+`check_contract` checks every promise of the interface: round trips, log-determinants against the Jacobian, bounds
+that no measured gain exceeds, enclosures that hold, gradients, and a state dict that carries everything.
+`assert_invertible` is the one line for a trained model. `search_gains` looks for the largest gains of a map and its
+inverse, the adversary of every bound.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def search_gains(
     r"""Look for large gains of F on a box and of F^-1 on its image, in float64: random pairs, then ascent on $|J_F(x) v|$.
 
     The Jacobian at the present points gives the best directions; the points then climb along the gradient of the gain
-    in these
-    directions and are projected back onto the box. The gain of the inverse at $F(x)$ along $J v$ is $|v| / |J v|$.
+    in these directions and are projected back onto the box. The gain of the inverse at $F(x)$ along $J v$ is $|v| /
+    |J v|$.
 
     Args:
         bijection: The map; a float64 copy is searched.

@@ -22,8 +22,8 @@ _ONE = (F.relu, torch.relu, F.elu, F.leaky_relu, F.softplus, torch.tanh, F.tanh,
 def certified(net: nn.Module) -> nn.Module:
     r"""A net that bilip can prove things about.
 
-    For `ResidualNet` of nflows the constant is
-    $\|W_{in}\| \prod_k (1 + \|W_{k,2}\| \, \|W_{k,1}\|) \, \|W_{out}\|$; other nets come back as they are.
+    For `ResidualNet` of nflows the constant is $\|W_{in}\| \prod_k (1 + \|W_{k,2}\| \, \|W_{k,1}\|) \, \|W_{out}\|$;
+    other nets come back as they are.
 
     Args:
         net: The net of a coupling.

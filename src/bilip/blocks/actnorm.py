@@ -41,9 +41,8 @@ def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> Iterato
 class ActNorm(Bijection):
     r"""$F(x) = (x + b) \odot e^{l}$ with one $b$ and one $l$ for each feature, started so that the first batch has mean 0 and deviation 1.
 
-    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part of
-    the
-    `state_dict`.
+    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part
+    of the `state_dict`.
 
     Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
 

@@ -162,9 +162,7 @@ class AffineCoupling(Bijection):
         return certify.log_lipschitz(self.t, shape, rows[0]), certify.log_lipschitz(self.t, shape, rows[1])
 
     def _rows(self, part: Box) -> tuple[slice | None, slice | None]:
-        """The rows of a joint net's last layer that give the shift and the raw scale; `None` where they are "
-        "not those halves.
-        """
+        """The rows of a joint net's last layer that give the shift and the raw scale; `None` where they are not those halves."""
         axis = certify.feature_axis(self.t)
         if axis is None or not part.shape:
             return None, None

@@ -22,8 +22,7 @@ class Bijection(nn.Module):
     r"""An invertible map $F$ between tensors with a batch dimension, $z = F(x)$.
 
     A block of your own defines the four maps. To take part in proofs it also defines the two Lipschitz constants and
-    the two
-    interval images at the end of this class; `bilip.testing.check_contract` checks all of it.
+    the two interval images at the end of this class; `bilip.testing.check_contract` checks all of it.
 
     Attributes:
         shape: Shape of one input sample, where it is known.

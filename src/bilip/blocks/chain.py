@@ -25,8 +25,8 @@ class Chain(Bijection):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
     Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No
-    usefulness is
-    promised for deep chains of affine blocks: their bounds grow without limit, and that they do is the paper's point.
+    usefulness is promised for deep chains of affine blocks: their bounds grow without limit, and that they do is the
+    paper's point.
 
     Args:
         blocks: The bijections, first applied first.

@@ -21,9 +21,8 @@ __all__ = ["FactorOut"]
 class FactorOut(Bijection):
     r"""The first half of the channels goes on through `inner`, the rest is done; the latent is both, flattened and joined.
 
-    $F(x) = (\text{inner}(x_{1}), x_{2})$, so each constant is the larger of 1 and inner's. A learned prior of the part
-    that leaves is
-    an affine coupling placed before this block, which turns it into a standard normal.
+    $F(x) = (\text{inner}(x_{1}), x_{2})$, so each constant is the larger of 1 and inner's. A learned prior of the
+    part that leaves is an affine coupling placed before this block, which turns it into a standard normal.
 
     Reference: Dinh et al., *Density estimation using Real NVP*, 2016.
 

@@ -3,10 +3,9 @@ r"""Solve $x + g(x) = y$ for a contraction $g$, sample by sample, with as few ev
 **Plain** iteration, $x \leftarrow y - g(x)$, shrinks the residual $r = y - x - g(x)$ by the contraction factor each
 time.
 **Anderson** acceleration combines the last few residuals linearly to the smallest one and steps from there. A step that
-shrinks the
-residual less than plain iteration was seen to do is taken back, which costs one evaluation; after two such steps the
-sample goes
-on plainly. So the accelerated solver needs at most two evaluations more than the plain one, and mostly far fewer.
+shrinks the residual less than plain iteration was seen to do is taken back, which costs one evaluation; after two
+such steps the sample goes on plainly. So the accelerated solver needs at most two evaluations more than the plain
+one, and mostly far fewer.
 """
 
 from __future__ import annotations

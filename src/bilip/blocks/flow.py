@@ -90,8 +90,6 @@ class Flow(nn.Module):
         return z * temperature
 
     def bits_per_dim(self, x: Tensor, context: Tensor | None = None, *, bits: int = 8) -> Tensor:
-        """Bits per dimension of dequantized data scaled to unit width, `(level + noise) / 2**bits`, shape "
-        "`(batch,)`.
-        """
+        """Bits per dimension of dequantized data scaled to unit width, `(level + noise) / 2**bits`, shape `(batch,)`."""
         size = math.prod(x.shape[1:])
         return bits - self.log_prob(x, context) / (size * math.log(2))

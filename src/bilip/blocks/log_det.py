@@ -1,16 +1,13 @@
 r"""Ways to compute $\log\det(I + J_g)$ of a residual block, as values.
 
 With $\|J_g\| \le c < 1$ the series $\sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \mathrm{tr}(J_g^k)$ converges. `Exact` takes
-the determinant
-itself, `Series` the first terms and states what it leaves out, `Roulette` stops at random and weights the terms so that
-the
-expectation is the whole series. Traces are $v^\top J^k v$ averaged over random signs $v$, or exact (the sum over a
-basis).
+the determinant itself, `Series` the first terms and states what it leaves out, `Roulette` stops at random and weights
+the terms so that the expectation is the whole series. Traces are $v^\top J^k v$ averaged over random signs $v$, or
+exact (the sum over a basis).
 
-Gradients of the last two follow $\partial \log\det(I + J) = \mathrm{tr}\big(\sum_{k \ge 0} (-J)^k \, \partial J\big)$:
-the powers are
-built without a graph, and one product with $\partial J$ carries all gradients, so memory does not grow with the number
-of terms.
+Gradients of the last two follow $\partial \log\det(I + J) = \mathrm{tr}\big(\sum_{k \ge 0} (-J)^k \, \partial
+J\big)$: the powers are built without a graph, and one product with $\partial J$ carries all gradients, so memory does
+not grow with the number of terms.
 
 Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 2019.
 """
@@ -149,8 +146,8 @@ class Poisson:
     """N further terms, Poisson distributed.
 
     Its tail falls faster than any power, so the weights 1 / P(N >= k) of late terms outgrow $c^k$: the estimate is
-    unbiased but has
-    heavy tails, and averages of it converge slowly. Prefer more exact terms, or `Geometric` with $c^2 < 1 - p$.
+    unbiased but has heavy tails, and averages of it converge slowly. Prefer more exact terms, or `Geometric` with
+    $c^2 < 1 - p$.
 
     Example:
         >>> round(Poisson(2.0).at_least(1), 4)

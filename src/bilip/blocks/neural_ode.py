@@ -22,8 +22,7 @@ class NeuralODE(Bijection):
     r"""$F(x) = x(T)$ for $\dot x = f(x, t)$, $x(0) = x$; the inverse integrates back.
 
     Both constants of the *exact* flow are at most $e^{\mathrm{Lip}(f)\,T}$. What a solver computes differs from the
-    exact flow by its
-    discretisation error, about which the bound says nothing; `discretisation_error` measures it.
+    exact flow by its discretisation error, about which the bound says nothing; `discretisation_error` measures it.
 
     References: Chen et al., *Neural Ordinary Differential Equations*, 2018; Grathwohl et al., *FFJORD*, 2019.
 

@@ -28,8 +28,8 @@ class Solution:
         x: The inverse.
         residual: $|y - x - g(x)|$, computed in float64 with the weights as they act.
         error_bound: $(\text{residual} + \text{rounding}) / (1 - c)$, with a bound on the rounding of the residual:
-            the true inverse is no farther than this from `x`. It holds for any
-            `x`, however it was found, because $|F(x) - F(x^*)| \ge (1 - c)\,|x - x^*|$.
+            the true inverse is no farther than this from `x`. It holds for any `x`, however it was found, because
+            $|F(x) - F(x^*)| \ge (1 - c)\,|x - x^*|$.
         tolerance: What was asked for.
         evaluations: Evaluations of g.
     """
@@ -50,10 +50,9 @@ class Residual(Bijection):
     r"""$F(x) = x + g(x)$ with $\mathrm{Lip}(g) \le c < 1$, certified; $\mathrm{Lip}(F) \le 1 + c$ and $\mathrm{Lip}(F^{-1}) \le 1/(1 - c)$.
 
     The inverse is found by accelerated fixed-point iteration to a tolerance and comes with a bound on its error
-    (`solve`). Its
-    gradient is that of the exact inverse, by the implicit function theorem, at a memory cost that does not depend on
-    the number of
-    iterations; `unrolled_inverse` differentiates a fixed number of plain iterations instead.
+    (`solve`). Its gradient is that of the exact inverse, by the implicit function theorem, at a memory cost that does
+    not depend on the number of iterations; `unrolled_inverse` differentiates a fixed number of plain iterations
+    instead.
 
     References: Behrmann et al., *Invertible Residual Networks*, 2019; Chen et al., *Residual Flows*, 2019.
 
@@ -63,8 +62,7 @@ class Residual(Bijection):
         tolerance: Largest distance from the exact inverse; by default what the dtype can give,
             $16\,\epsilon\,(1 + |y|)/(1 - c)$ for each sample.
         log_det: `Exact()`, `Series(...)` or `Roulette(...)`; by default exact up to 64 dimensions, beyond that
-            Russian roulette in training mode
-            and 20 terms in evaluation mode.
+            Russian roulette in training mode and 20 terms in evaluation mode.
         max_evaluations: When to give up.
 
     Example:
@@ -96,9 +94,7 @@ class Residual(Bijection):
         self.contraction()
 
     def contraction(self) -> float:
-        """c, from the coefficients of held layers where all are held, otherwise from the norms of the "
-        "present weights.
-        """
+        """c, from the coefficients of held layers where all are held, otherwise from the norms of the present weights."""
         cap = certify.log_cap(self.g)
         log = certify.log_lipschitz(self.g) if cap is None else cap
         if not log < -1e-9:
@@ -171,9 +167,7 @@ class Residual(Bijection):
         method: str = "anderson",
         memory: int = 5,
     ) -> Solution:
-        """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss "
-        "the tolerance.
-        """
+        """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss the tolerance."""
         z = self.check_net(z, self.g).detach()
         c, eps = self.contraction(), torch.finfo(z.dtype).eps
         size = z.flatten(1).double().norm(dim=1)

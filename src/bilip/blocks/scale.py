@@ -1,8 +1,8 @@
 r"""Scale functions $g > 0$ of affine coupling, as values that know their own suprema.
 
-A bound of a block is read off its scale: `scale.suprema(low, high)` gives the logs of the suprema of $g$, $|g'|$, $1/g$
-and $|(1/g)'|$
-on an interval of the raw scale $s$, which are the paper's $c_g$, $c_{g'}$, $c_{1/g}$ and $c_{(1/g)'}$.
+A bound of a block is read off its scale: `scale.suprema(low, high)` gives the logs of the suprema of $g$, $|g'|$,
+$1/g$ and $|(1/g)'|$ on an interval of the raw scale $s$, which are the paper's $c_g$, $c_{g'}$, $c_{1/g}$ and
+$c_{(1/g)'}$.
 """
 
 from __future__ import annotations

@@ -37,10 +37,8 @@ class BiLipschitz:
     r"""Proven upper bounds on $\mathrm{Lip}(F)$ and $\mathrm{Lip}(F^{-1})$.
 
     With a `domain` given, `forward` holds on `domain`, and `inverse` holds on $F(\text{domain})$, which lies in
-    `image`.
-    With a latent box given (`given == "latent"`) it is the other way round: `inverse` holds on `image`, and `forward`
-    on
-    $F^{-1}(\text{image})$, which lies in `domain`.
+    `image`. With a latent box given (`given == "latent"`) it is the other way round: `inverse` holds on `image`, and
+    `forward` on $F^{-1}(\text{image})$, which lies in `domain`.
 
     The constants are kept as natural logarithms (`log_forward`, `log_inverse`); `forward` and `inverse` are floats and
     `inf` when they overflow.

@@ -56,8 +56,7 @@ def glow(
         matrix: Kind of the 1x1 convolutions: `"full"`, `"plu"` or `"orthogonal"`.
         factor_out: Let half of the channels leave after each level but the last; the latent is then one flat tensor.
         learned_prior: With `factor_out`: predict mean and scale of the channels that leave from those that stay, an
-            affine coupling; an
-            additive model with it has no global bound.
+            affine coupling; an additive model with it has no global bound.
         actnorm: `"data"`, `"identity"`, or `None` for no ActNorm.
         activation: Activation of the nets.
         context: Channels of a context image at the resolution of the level; only for a single level.

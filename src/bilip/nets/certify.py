@@ -1,12 +1,10 @@
 r"""What is proved about a net: its Lipschitz constant, and a box that encloses the image of a box.
 
 Nets are read layer by layer (`bilip.nets.layers`); the constant is the product of the layers' constants. Whatever
-cannot be read
-raises `UnknownLipschitz`: declare it with `Declared`.
+cannot be read raises `UnknownLipschitz`: declare it with `Declared`.
 
-The statements are about the function in real arithmetic with the parameters as they are stored. Images are computed in
-float64 and
-widened by a bound on their own rounding.
+The statements are about the function in real arithmetic with the parameters as they are stored. Images are computed
+in float64 and widened by a bound on their own rounding.
 """
 
 from __future__ import annotations
@@ -201,10 +199,9 @@ def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> B
 def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""`net(x)` for a batch in float64, and for each sample how far it is at most from the value in real arithmetic.
 
-    The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \, |x|$,
-    and later layers
-    magnify what came before by their norms. A declared net is evaluated in float64 and credited with ten correct
-    digits.
+    The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \,
+    |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and
+    credited with ten correct digits.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
@@ -237,9 +234,7 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
 
 
 def double_twin(net: nn.Module) -> nn.Module:
-    """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that "
-    "acts in the original.
-    """
+    """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that acts in the original."""
     twin = copy.deepcopy(net).double().eval()
     for original, layer in zip(net.modules(), twin.modules(), strict=True):
         if isinstance(original, (HeldLinear, HeldConv2d)):

@@ -1,8 +1,7 @@
 """Reading a net: which layers it is made of, and what each of them does.
 
 A module is read only if it computes what its class says: no forward hooks, and no subclass that replaces `forward`.
-Everything else
-raises `UnknownLipschitz` and can be declared.
+Everything else raises `UnknownLipschitz` and can be declared.
 """
 
 from __future__ import annotations

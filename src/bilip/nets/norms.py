@@ -1,30 +1,22 @@
 r"""Operator norms: exact for matrices, certified upper bounds for convolutions, lower bounds by power iteration.
 
 **Convolutions.** A stride-1 convolution with zero padding on an $n \times n$ image is a compression (a restriction of
-inputs and
-outputs) of the circular convolution on any torus of side $N \ge n + k - 1$, so its norm is at most that of the circular
-one, which
-the Fourier transform turns into one small matrix a frequency: $\max_\theta \|\hat K(\theta)\|_2$. With circular padding
-the torus
-is the image itself and the value is exact.
+inputs and outputs) of the circular convolution on any torus of side $N \ge n + k - 1$, so its norm is at most that of
+the circular one, which the Fourier transform turns into one small matrix a frequency: $\max_\theta \|\hat
+K(\theta)\|_2$. With circular padding the torus is the image itself and the value is exact.
 
 **Unknown or large images.** $u^* \hat K(\theta) v$ is a trigonometric polynomial of degree $(k-1)/2$ after a shift, and
-such a
-polynomial is at most $1/\cos(\pi (k-1)/(2N))$ times its largest value on an $N$-point grid, in each dimension. A coarse
-grid times
-this factor bounds the norm for *every* image size.
+such a polynomial is at most $1/\cos(\pi (k-1)/(2N))$ times its largest value on an $N$-point grid, in each dimension.
+A coarse grid times this factor bounds the norm for *every* image size.
 
 **Strides.** Sorting the pixels of the input by their position modulo the stride is a rearrangement, hence an isometry,
-and turns a
-stride-$s$ convolution into a stride-1 convolution with $s^2$ times as many input channels and $\lceil k/s \rceil$ taps.
-(With
-circular padding this needs a size that the stride divides; otherwise the stride is ignored, which only adds outputs.)
+and turns a stride-$s$ convolution into a stride-1 convolution with $s^2$ times as many input channels and $\lceil k/s
+\rceil$ taps. (With circular padding this needs a size that the stride divides; otherwise the stride is ignored, which
+only adds outputs.)
 
 **Wide layers.** Gram iteration: $\|A\|_2 \le \|(A^* A)^{2^{t-1}}\|_F^{2^{-t}}$, an upper bound for every $t$ that
-exceeds the norm by a
-factor of at most $r^{2^{-t-1}}$ for rank $r$ (Delattre et al., *Efficient bound of Lipschitz constant for convolutional
-layers by
-Gram iteration*, 2023).
+exceeds the norm by a factor of at most $r^{2^{-t-1}}$ for rank $r$ (Delattre et al., *Efficient bound of Lipschitz
+constant for convolutional layers by Gram iteration*, 2023).
 
 Power iteration approaches a norm from below; here it is only ever called a lower bound.
 """
