@@ -49,7 +49,7 @@ CLASSES, BATCHES = 10, 8
 RUNS: dict[str, tuple[str, Callable[[int], Penalty | None]]] = {
     "additive": ("additive", lambda d: None),
     "affine": ("affine", lambda d: None),
-    "affine + finite differences": ("affine", lambda d: FiniteDifference(0.1, every=10)),
+    "affine + finite differences": ("affine", lambda d: FiniteDifference(0.3, every=10)),
     "affine + flow likelihood": ("affine", lambda d: FlowLikelihood(0.2 / d)),
 }
 
