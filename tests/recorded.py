@@ -133,6 +133,7 @@ def play_graphs_on_the_cpu(monkeypatch):
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["Flag", "capturing"]
+__all__ = ["Flag", "capturing", "noting"]
 
 
 def capturing(x: Tensor) -> bool:
@@ -21,6 +25,9 @@ def capturing(x: Tensor) -> bool:
 class Flag:
     """A number on the device. Above 1, the step that raised it has to be run again without its graph.
 
+    Args:
+        owner: What raises it, and keeps counts on the host that a replay does not move.
+
     Example:
         >>> flag = Flag()
         >>> flag.raise_to(torch.tensor(3.0))
@@ -28,7 +35,8 @@ class Flag:
         3.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner
         self.value: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
@@ -39,5 +47,29 @@ class Flag:
 
     def raise_to(self, number: Tensor) -> None:
         """Raise it, unless it is higher already."""
+        self.note()
         value = self.on(number.device)
         value.copy_(torch.maximum(value, number))
+
+    def raise_unless(self, good: Tensor) -> None:
+        """Raise it to infinity where something is not as it should be."""
+        self.raise_to(torch.where(good, 0.0, torch.inf))
+
+    def note(self) -> None:
+        """Tell who listens that this flag has a part in the step."""
+        for flags in _LISTENING:
+            if all(flag is not self for flag in flags):
+                flags.append(self)
+
+
+_LISTENING: list[list[Flag]] = []  # for all threads: on a GPU backward passes run in one of their own
+
+
+@contextlib.contextmanager
+def noting(flags: list[Flag]) -> Iterator[None]:
+    """Add to a list the flags that have a part in what happens inside."""
+    _LISTENING.append(flags)
+    try:
+        yield
+    finally:
+        _LISTENING.remove(flags)

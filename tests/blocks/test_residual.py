@@ -1,10 +1,12 @@
+import contextlib
 import math
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
-from bilip import Box, models
+from bilip import Box, Chain, models
 from bilip.blocks import Residual
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
@@ -233,3 +235,58 @@ def test_image_flows():
         models.residual_flow((3, 12, 12), blocks=(1, 1, 1), squeeze_first=True)
     with pytest.raises(InputError, match="above 1"):
         models.residual_flow(2, blocks=2, activation="swish")
+
+
+# ---- norms of a chain are computed together, and nothing else is
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+
+
+def held_chain(count=3):
+    torch.manual_seed(0)
+    return Chain(*(Residual(MLP(2, 2, hidden=(8, 8), activation="elu", lipschitz=0.9)) for _ in range(count)))
+
+
+def grads_of(chain, x):
+    z, log_det = chain.forward_and_log_det(x)
+    return torch.autograd.grad((z.square().sum(1) / 2 - log_det).mean(), list(chain.parameters()))
+
+
+def test_together_as_one_by_one(monkeypatch):
+    chain, x = held_chain().double(), torch.randn(5, 2, dtype=torch.float64)
+    together = grads_of(chain, x)
+    monkeypatch.setattr("bilip.blocks.chain.held_together", lambda layers: contextlib.nullcontext())
+    for one, other in zip(together, grads_of(chain, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_nets_of_a_chain_can_be_checkpointed():
+    chain, x = held_chain(), torch.randn(5, 2)
+    expected = torch.autograd.grad(chain(x).square().sum(), list(chain.parameters()))
+    for block in chain:
+        block.g = Declared(Checkpointed(block.g), lipschitz=0.9)
+    found = torch.autograd.grad(chain(x).square().sum(), list(chain.parameters()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_each_block_has_a_graph_of_its_own():
+    chain, x = held_chain(), torch.randn(5, 2)
+    losses = []
+    for block in chain:
+        block.register_forward_hook(lambda module, given, output: losses.append(output.square().sum()))
+        block.register_forward_pre_hook(lambda module, given: (given[0].detach(),))
+    chain(x)
+    for loss in losses:
+        loss.backward()  # local losses, one after the other
+    chain[0].requires_grad_(False)
+    outputs = []
+    chain[0].register_forward_hook(lambda module, given, output: outputs.append(output))
+    chain(x)
+    assert not outputs[0].requires_grad  # a frozen block stays out of the graph

@@ -164,8 +164,10 @@ def test_norms_taken_together_are_those_taken_one_by_one(monkeypatch):
         monkeypatch.setattr(spectral, "_MOST", most)
         with spectral.held_together(layers):
             found = [layer.held_weight() for layer in layers]
+            table = spectral._TOGETHER.get()
+            assert [layer in table for layer in layers] == [False] + [most > 1] * 4 + [False]
             with spectral.held_together(layers):  # a chain in a chain
-                assert [layer.held_weight() is w for layer, w in zip(layers, found, strict=True)][1:4] == [most > 1] * 3
+                assert all(spectral._TOGETHER.get()[layer] is table[layer] for layer in table)
             other = torch.randn(6, 4)
             swapped = torch.func.functional_call(layers[1], {"weight": other, "bias": torch.zeros(6)}, torch.eye(4))
         for layer, one, each in zip(layers, found, alone, strict=True):
@@ -175,9 +177,32 @@ def test_norms_taken_together_are_those_taken_one_by_one(monkeypatch):
             torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
         assert matrix_norm(swapped) == pytest.approx(0.5, rel=1e-4)
         assert not torch.equal(swapped, found[1].T)
-    assert layers[1].held_weight() is not found[1]  # outside they are computed anew
-    with torch.no_grad(), spectral.held_together(layers):
-        assert not spectral._TOGETHER.get()  # there the cache is better
+    assert not spectral._TOGETHER.get()
+
+
+def test_what_is_taken_together_cannot_be_stale():
+    layers = [HeldLinear(4, 4, coefficient=0.5) for _ in range(3)]
+    with spectral.held_together(layers):
+        with torch.no_grad():
+            layers[0].weight.zero_()
+        layers[1].coefficient = 0.1
+        assert not layers[0].held_weight().any()
+        assert matrix_norm(layers[1].held_weight()) <= 0.1
+
+
+def test_forward_derivatives_of_norms():
+    a, v = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    layer = HeldLinear(5, 4, coefficient=0.3).double()
+    for f in (
+        gram_norms,
+        gram_norm,
+        lambda a: torch.func.functional_call(layer, {"weight": a[0]}, torch.eye(5).double()),
+    ):
+        _, along = torch.func.jvp(f, (a,), (v,))
+        expected = (f(a + 1e-6 * v) - f(a - 1e-6 * v)) / 2e-6
+        torch.testing.assert_close(along, expected, rtol=1e-6, atol=1e-8)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.func.jvp(f, (a,), (v,))[1], along)
 
 
 @settings(max_examples=40, deadline=None)

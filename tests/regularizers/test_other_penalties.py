@@ -1,5 +1,6 @@
 """The flow likelihood and the norm of activations."""
 
+import copy
 import math
 
 import pytest
@@ -108,3 +109,11 @@ def test_the_state_of_an_activation_norm_has_its_guards():
     penalty(model, x, step=2).backward()
     assert again.state() == penalty.state()
     assert [walk.report().steps for walk in again.walks()] == [3, 3, 3]
+    copied, itself = copy.deepcopy((model, penalty))
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(2)
+    fresh = ActivationNorm(0.1, at="blocks")
+    assert float(itself(copied, x, step=3)) == float(fresh(copied, x, step=3))  # on the network that was copied along
+    assert len(itself.walks()) == 3
+    again.load_state({"seen": 1, "skipped": 0})

@@ -205,7 +205,7 @@ def test_a_healthy_model_is_left_alone():
 
 
 def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
-    model, x = planted(1e-9)
+    model, x = planted(1e-7)
     stored = gradient(model, model, x)
     monkeypatch.setattr(call, "drifts_of", lambda before, after: torch.zeros(len(before)))
     monkeypatch.setattr(call, "true_drift", lambda y, known: torch.zeros(()))
@@ -217,6 +217,51 @@ def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     assert report.warned == 1
     assert report.spot_checks == 1
     assert report.worst_angle > 1e-2
+
+
+def overflowing():
+    """Finite log-determinants, outputs that are not: autograd leaves out what the loss has not looked at."""
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
+    with torch.no_grad():
+        model[2].t.layers[-1].bias[2:] -= 25.0
+        model[5].t.layers[-1].bias[2:] += 100.0
+    return model, torch.randn(8, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "checkpoint"}, {"guard": Guard(budget=0)}])
+def test_outputs_that_overflow_step_after_step(options):
+    model, x = overflowing()
+    guarded = Reversible(model, **options)
+
+    def loss(f, x):
+        return f.forward_and_log_det(x)[1].mean()
+
+    stored = gradient(model, model, x, loss)
+    for _ in range(5):  # also when anchors stand where it drifted
+        assert off(gradient(guarded, model, x, loss), stored) < 1e-3
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_what_is_not_finite_is_said(action, monkeypatch):
+    model, x = overflowing()
+    monkeypatch.setattr(call, "drifts_of", lambda before, after: torch.zeros(len(before)))
+    monkeypatch.setattr(call, "true_drift", lambda y, known: torch.zeros(()))
+    guarded = Reversible(model, Guard(action=action))
+    said = (
+        pytest.warns(DriftWarning, match="not finite")
+        if action == "warn"
+        else pytest.raises(DriftError, match="not finite")
+    )
+    with said:
+        gradient(guarded, model, x, lambda f, x: f.forward_and_log_det(x)[1].mean())
+
+
+def test_a_loss_that_is_not_finite_is_not_repaired():
+    model, x = planted(1.0)
+    guarded = Reversible(model)
+    gradient(guarded, model, x, lambda f, x: f(x).sum() * math.inf)
+    assert guarded.report().repaired == 0
 
 
 # ---- fingerprints

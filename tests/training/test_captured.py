@@ -208,6 +208,57 @@ def test_walks_of_a_penalty_are_watched(captured, device, tmp_path):
     assert captured[0].reruns == 1
 
 
+def test_walks_that_the_model_does_not_know_are_watched(captured, device, tmp_path):
+    walks = []
+
+    def make():
+        trunk = make_trunk()
+        base = make_task(trunk, at={12: lambda x: squashed(trunk, x)})
+        walk = Reversible(trunk)
+        walks.append(walk)
+
+        def loss(model, step, x):
+            z, log_det = walk.forward_and_log_det(x)
+            return {"loss": (z.square().sum(1) / 2 - log_det).mean()}
+
+        return Task(base.model, base.batch, loss)
+
+    *_, apart = both(make, device, tmp_path, lr=1e-4)
+    assert apart < 1e-5
+    assert captured[0].reruns == 1
+    assert walks[0].report().repaired == walks[1].report().repaired == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"guard": Guard(budget=0)}, {"memory": "checkpoint"}, {"memory": "checkpoint", "guard": None}]
+)
+def test_outputs_that_overflow(captured, device, tmp_path, options):
+    """Finite log-determinants, outputs that are not: a graph cannot turn to stored gradients, a step that is run again can."""
+
+    def make():
+        torch.manual_seed(0)
+        trunk = models.real_nvp(2, blocks=6, hidden=(16,), scale="exp")
+
+        def moved(k, by):
+            def move(x):
+                with torch.no_grad():
+                    trunk[k].t.layers[-1].bias[1:] += by
+                return x
+
+            return move
+
+        base = make_task(Reversible(trunk, **options), at={6: moved(2, -25.0), 15: moved(5, 100.0)})
+
+        def loss(model, step, x):
+            return {"loss": 1e-3 * model.bijection.forward_and_log_det(x)[1].square().mean()}
+
+        return Task(base.model, base.batch, loss)
+
+    *_, apart = both(make, device, tmp_path, steps=18)
+    assert apart < 1e-4
+    assert captured[0].reruns >= 1
+
+
 @pytest.mark.parametrize("stop", [2, 17])
 def test_resumed(captured, device, tmp_path, stop):
     def make():

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from bilip.bounds import EPS
 from bilip.errors import InputError, NonFiniteParameters
@@ -67,54 +68,63 @@ def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
         2.0
     """
     flat = matrices.reshape(-1, *matrices.shape[-2:])
-    if len(flat) == 1:
-        return gram_norms(flat, steps)[0]
-    with torch.no_grad():
-        bounds = gram_norms(flat, steps)
-        largest = bounds.max()
-    if not torch.is_grad_enabled():
-        return largest
-    again = gram_norms(flat.index_select(0, bounds.argmax()[None]), steps)[0]  # its slope
-    return again / again.detach().clamp_min(torch.finfo(largest.dtype).tiny) * largest
+    if len(flat) > 1:
+        largest = gram_bounds(flat, steps)[0].argmax()
+        flat = flat.index_select(0, largest[None])
+    return gram_norms(flat, steps)[0]
 
 
 def gram_norms(matrices: Tensor, steps: int = 10) -> Tensor:
     r"""Certified upper bounds on $\|A_i\|_2$ for each of a batch of real or complex matrices, differentiable once.
-
-    The bound is the Schatten norm $\|A\|_p$ with $p = 2^{t+1}$. Its gradient $G$ is a multiple of $A (A^* A)^{p/2 - 1}$, and the
-    inner product of $G$ and $A$ is the norm itself, so that one product with a constant $G$ carries the gradient and no iteration
-    is kept for the backward pass. Second derivatives of the norm are not carried.
 
     Example:
         >>> a = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
         >>> gram_norms(torch.stack((a, 3 * a)))
         tensor([2.0000, 6.0000], dtype=torch.float64)
     """
-    tall = matrices.mH if matrices.shape[-1] > matrices.shape[-2] else matrices
-    rank, tiny, grad = tall.shape[-1], torch.finfo(tall.real.dtype).tiny, torch.is_grad_enabled()
+    wanted = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    bounds, slopes = gram_bounds(matrices, steps, slopes=wanted)
+    if slopes is None:
+        return bounds
+    inner = (slopes.conj() * matrices).real.sum((-2, -1))
+    return bounds * (1 + (inner - inner.detach()))
+
+
+@torch.no_grad()
+def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> tuple[Tensor, Tensor | None]:
+    r"""The bounds as constants, and the slopes $\nabla_A \log \|A\|$ that carry their gradients.
+
+    The bound is the Schatten norm $\|A\|_p$ with $p = 2^{t+1}$. Its gradient is a multiple of $A (A^* A)^{p/2 - 1}$, and the inner
+    product of the slope with $A$ is 1, which gives the factor. No iteration is kept for a backward pass, and second derivatives
+    are not carried.
+    """
+    matrices = matrices.detach()
+    wide = matrices.shape[-1] > matrices.shape[-2]
+    tall = matrices.mH if wide else matrices
+    rank, tiny = tall.shape[-1], torch.finfo(tall.real.dtype).tiny
 
     def halved(a: Tensor) -> tuple[Tensor, Tensor]:
         """Divide by the size, and return it too."""
         size = torch.linalg.matrix_norm(a).clamp_min(tiny)
         return a / size[..., None, None], size
 
-    with torch.no_grad():
-        a, slope = tall, tall
-        log = torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
-        for step in range(steps):
-            a, size = halved(a)
-            log = log + size.log() * 2.0**-step
-            a = a.mH @ a
-            slope = halved(slope @ a)[0] if grad else slope
-        log = log + halved(a)[1].log() * 2.0**-steps
-        # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
-        # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series.
-        slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
-        bounds = log.exp() * (1 + slack)
-    if not grad:
-        return bounds
-    inner = (slope.conj() * tall).real.sum((-2, -1))
-    return inner / inner.detach().clamp_min(tiny) * bounds
+    a, slope = tall, tall
+    log = torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
+    for step in range(steps):
+        a, size = halved(a)
+        log = log + size.log() * 2.0**-step
+        a = a.mH @ a
+        slope = halved(slope @ a)[0] if slopes else slope
+    log = log + halved(a)[1].log() * 2.0**-steps
+    # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
+    # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series. What is computed again
+    # for one matrix alone differs by no more.
+    slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
+    bounds = log.exp() * (1 + slack)
+    if not slopes:
+        return bounds, None
+    slope = slope / (slope.conj() * tall).real.sum((-2, -1)).clamp_min(tiny)[..., None, None]
+    return bounds, slope.mH if wide else slope
 
 
 def conv_norm(

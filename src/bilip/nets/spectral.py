@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip.errors import InputError
-from bilip.nets.cache import EvalCache, is_transformed
-from bilip.nets.norms import conv_symbol, gram_norm, gram_norms
+from bilip.nets.cache import EvalCache
+from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
 __all__ = ["HeldConv2d", "HeldLinear", "held_together"]
 
 _MOST = 2**22  # entries of weights that are taken together
-_TOGETHER: ContextVar[Mapping[nn.Module, tuple[Tensor, Tensor]]] = ContextVar("together", default={})  # noqa: B039
+_TOGETHER: ContextVar[Mapping[nn.Module, _Known]] = ContextVar("together", default={})  # noqa: B039
 
 
 class HeldLinear(nn.Linear):
@@ -53,9 +54,9 @@ class HeldLinear(nn.Linear):
 
     def held_weight(self) -> Tensor:
         """The weight that acts."""
-        weight, held = _TOGETHER.get().get(self, (None, self.weight))
-        if weight is self.weight:
-            return held
+        known = _TOGETHER.get().get(self)
+        if known is not None and known.fits(self):
+            return _held(self.weight, known.factor, known.slope)
         if self._held_to != self.coefficient:
             self._cache, self._held_to = EvalCache(), self.coefficient
         return self._cache.get(self, self.weight, self._hold)
@@ -63,7 +64,8 @@ class HeldLinear(nn.Linear):
     def _hold(self, weight: Tensor) -> Tensor:
         if self.coefficient == math.inf:  # a copy whose weight is held already
             return weight
-        return _shrink(weight[None], gram_norms(weight.double()[None]), self.coefficient)[0]
+        factors, slopes = _factors(weight[None], self.coefficient)
+        return _held(weight, factors[0], slopes[0])
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.held_weight(), self.bias)
@@ -119,9 +121,9 @@ class HeldConv2d(nn.Conv2d):
             return weight
         stride = (int(self.stride[0]), int(self.stride[1]))
         if self.kernel_size == (1, 1) and stride == (1, 1):
-            return _shrink(weight[None], gram_norms(weight.double().flatten(1)[None]), self.coefficient)[0]
+            return _shrink(weight, gram_norm(weight.double().flatten(1)[None]), self.coefficient)
         symbol, slack = conv_symbol(weight.double(), stride=stride)
-        return _shrink(weight[None], gram_norm(symbol)[None] * slack, self.coefficient)[0]
+        return _shrink(weight, gram_norm(symbol) * slack, self.coefficient)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.held_weight(), self.bias)
@@ -131,47 +133,75 @@ class HeldConv2d(nn.Conv2d):
 
 
 @contextlib.contextmanager
-def held_together(layers: Sequence[HeldLinear]) -> Iterator[None]:
+def held_together(layers: Iterable[HeldLinear]) -> Iterator[None]:
     """Inside, the norms of layers of one size are computed in one go: on a device, each launch counts.
 
-    Only where they would be computed anew anyway: with gradients, and outside of transforms.
+    Only where they would be computed anew anyway: with gradients, and outside of transforms. Every layer keeps a graph of its own.
     """
     groups: dict[tuple[object, ...], list[HeldLinear]] = {}
     before = _TOGETHER.get()
-    if torch.is_grad_enabled() and not is_transformed():
-        for layer in layers:
-            if layer not in before and layer.coefficient < math.inf:
-                weight = layer.weight
-                key = (weight.shape, weight.dtype, weight.device, layer.coefficient)
-                groups.setdefault(key, []).append(layer)
-    found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    for layer in layers:
+        weight = layer.weight
+        if layer not in before and layer.coefficient < math.inf and not weight.is_inference():
+            groups.setdefault((weight.shape, weight.dtype, weight.device, layer.coefficient), []).append(layer)
+    found: dict[HeldLinear, _Known] = {}
     for group in groups.values():
         size = max(1, _MOST // group[0].weight.numel())
         for part in (group[k : k + size] for k in range(0, len(group), size)):
             if len(part) > 1:
-                weights = [layer.weight for layer in part]
-                stack = torch.stack(weights)
-                held = _shrink(stack, gram_norms(stack.double()), part[0].coefficient).unbind()
-                found.update(zip(part, zip(weights, held, strict=True), strict=True))
-    if not found:
-        yield
-        return
-    token = _TOGETHER.set({**before, **found})
+                stack = torch.stack([layer.weight.detach() for layer in part])
+                made = zip(*(values.unbind() for values in _factors(stack, part[0].coefficient)), strict=True)
+                for layer, (factor, slope) in zip(part, made, strict=True):
+                    found[layer] = _Known(layer.weight, layer.weight._version, layer.coefficient, factor, slope)
+    token = _TOGETHER.set({**before, **found}) if found else None
     try:
         yield
     finally:
-        _TOGETHER.reset(token)
+        if token is not None:
+            _TOGETHER.reset(token)
 
 
-def _shrink(weights: Tensor, bounds: Tensor, coefficient: float) -> Tensor:
-    """Each of a stack of weights, divided by its bound where that is above the coefficient."""
+@dataclass(frozen=True)
+class _Known:
+    """What was computed for a layer, and from what."""
+
+    weight: Tensor
+    version: int
+    coefficient: float
+    factor: Tensor
+    slope: Tensor
+
+    def fits(self, layer: HeldLinear) -> bool:
+        """Whether the layer is still as it was; writing through `weight.data` in the middle of a pass is not noticed."""
+        same = self.weight is layer.weight and self.coefficient == layer.coefficient
+        return same and self.version == self.weight._version
+
+
+@torch.no_grad()
+def _factors(weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
+    """For each of a stack of weights what it is multiplied with, and the slope of the log of its bound; 0 where that does not act."""
+    bounds, slopes = gram_bounds(weights.double(), slopes=True)
+    limit = torch.full_like(bounds, _target(weights[0], coefficient))
+    factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
+    slopes = slopes * (bounds > limit)[:, None, None]  # type: ignore[operator]
+    return factors.to(weights.dtype), slopes.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def _held(weight: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
+    """The weight times its factor, with the gradient of the factor."""
+    inner = (slope * weight).sum()
+    return weight * (factor - factor * (inner - inner.detach())).to(weight.dtype)
+
+
+def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
+    limit = torch.full_like(bound, _target(weight, coefficient))
+    return (weight * (limit / torch.maximum(bound, limit))).to(weight.dtype)
+
+
+def _target(weight: Tensor, coefficient: float) -> float:
     # Rounding factor and product moves each entry by at most eps of itself, hence the norm by at most eps * ||W||_F, times sqrt(taps)
     # for a kernel: eps * sqrt(entries) of the norm. Certifying again may add the slack of the bound itself.
-    entries = math.sqrt(weights[0].numel())
-    target = coefficient * (1 - 1e-8) / (1 + 1.1 * entries * torch.finfo(weights.dtype).eps)
-    limit = torch.full_like(bounds, target)
-    factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
-    return (weights * factors.view(-1, *(1 for _ in weights.shape[1:]))).to(weights.dtype)
+    return coefficient * (1 - 1e-8) / (1 + 1.1 * math.sqrt(weight.numel()) * torch.finfo(weight.dtype).eps)
 
 
 def _check_coefficient(coefficient: float) -> float:

@@ -90,6 +90,7 @@ class ActivationNorm(Penalty):
         return list(made)
 
     def walks(self) -> list[Reversible]:
+        """Memory-saving walks that the penalty has made for itself."""
         return [part for segments in self._known.values() for part in segments if isinstance(part, Reversible)]
 
     def state(self) -> dict[str, Any]:
@@ -97,8 +98,16 @@ class ActivationNorm(Penalty):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._guards = list(state["guards"])  # of walks that are made when the network is seen
+        self._guards = list(state.get("guards", ()))  # of walks that are made when the network is seen
         self._known.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: a network that is copied along is another one, with walks of its own."""
+        return {**vars(self), "_known": None, "_guards": self.state()["guards"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._known = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"ActivationNorm(weight={self.weight:g}, every={self.every}, at={self.at!r})"

@@ -14,7 +14,6 @@ from bilip._capture import Flag, capturing
 from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
 from bilip.errors import InputError
-from bilip.reversible import Reversible
 
 __all__ = ["Latent", "Penalty", "SkippedSamples"]
 
@@ -56,7 +55,7 @@ class Penalty:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InputError(f"{self._who}(every={every!r}): expected a whole number of steps, 1 or more.")
         self.every = every
-        self.seen, self.skipped, self.flag = 0, 0, Flag()
+        self.seen, self.skipped, self.flag = 0, 0, Flag(self)
         self._foreign: tuple[Any, Bijection] | None = None
 
     @property
@@ -90,10 +89,6 @@ class Penalty:
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
         """The penalty without its weight."""
         raise NotImplementedError
-
-    def walks(self) -> list[Reversible]:
-        """Memory-saving walks that the penalty has made for itself."""
-        return []
 
     def state(self) -> dict[str, Any]:
         """What is carried from step to step, as JSON values. For checkpoints."""
@@ -146,10 +141,11 @@ class Penalty:
             count: Number of samples.
         """
         found = terms(None)
+        self.flag.note()
         self.seen += count
         if capturing(found):
             good = torch.isfinite(found)
-            self.flag.raise_to(torch.where(good.all(), 0.0, torch.inf))
+            self.flag.raise_unless(good.all())
             return torch.where(good, found, 0.0)
         kept: Tensor | None = None
         for _ in range(3):  # once, unless samples act upon each other

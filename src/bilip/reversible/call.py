@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import capturing
+from bilip._capture import Flag, capturing
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible.angle import angle
@@ -39,6 +39,7 @@ class Call:
     inverse: bool
     log_det: bool
     watch: Watch | None
+    flag: Flag
     checkpoint: bool = False  # no walk: every state is evaluated again from the first one
     prints: dict[int, Tensor] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
@@ -117,10 +118,10 @@ class Call:
         if watch is None:
             return self._walk(back)[:2]
         if self.fingerprint is None:  # this call was made while resting
-            watch.rest, watch.steps, watch.repaired = max(0, watch.rest - 1), watch.steps + 1, watch.repaired + 1
+            watch.rested()
             return self._recompute(back)
         grad, result, drifts = self._walk(back)
-        if self._drifted(watch, drifts, back.x) or self._spot_check(watch, back):
+        if self._drifted(watch, drifts, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
             return self._recompute(back)
         return grad, result
 
@@ -156,16 +157,19 @@ class Call:
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
             return self.unit(k).run(x, context, log_det=False)[0]
 
-    def _drifted(self, watch: Watch, drifts: dict[int, Tensor], x: Tensor) -> bool:
+    def _drifted(self, watch: Watch, drifts: dict[int, Tensor], finite: Tensor, x: Tensor) -> bool:
         limit = watch.guard.limit(x.dtype)
         places = sorted(drifts)
-        values = torch.stack([drifts[k] for k in places]) if places else torch.zeros(1, device=x.device)
+        values = torch.stack([*(drifts[k] for k in places), torch.where(finite, 0.0, torch.inf).double()])
         watch.flag.raise_to(values.amax() / limit)
         if capturing(x):
             watch.steps += 1
             return False
         names = [self.units[k].name for k in places]
-        beyond = watch.settle(names, values.tolist() if places else [], limit)
+        *found, lost = values.tolist()
+        beyond = watch.settle(names, found, limit)
+        if lost and not beyond:
+            return watch.lost()
         return watch.react(self.inverse, places, names, beyond, x.element_size() * x.numel())
 
     def _spot_check(self, watch: Watch, back: Backward) -> bool:
@@ -216,8 +220,11 @@ class Call:
                 result.add(pulled)
                 y, grad = pulled.x, pulled.grad
             stop = begin
-        if not capturing(grad):
-            self.overflowed = not bool(torch.isfinite(grad).all() and torch.isfinite(back.z).all())
+        finite = back.gives_finite(grad)
+        if capturing(grad):
+            self.flag.raise_unless(finite)
+        else:
+            self.overflowed = not bool(finite)
         return grad, result
 
     def _require_unchanged(self) -> None:
@@ -259,6 +266,12 @@ class Backward:
     stored: tuple[Tensor, ...]
     grad: Tensor
     grad_log: Tensor | None
+
+    def gives_finite(self, grad: Tensor) -> Tensor:
+        """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
+        good = torch.isfinite(grad).all() & torch.isfinite(self.z).all()
+        given = [g for g in (self.grad, self.grad_log) if g is not None]
+        return good | ~torch.stack([torch.isfinite(g).all() for g in given]).all()
 
     def rows(self, count: int) -> Backward:
         """The first samples only."""

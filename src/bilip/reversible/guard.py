@@ -176,7 +176,10 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
-    flag: Flag = field(default_factory=Flag)  # largest drift over its limit; read by the loop of captured steps
+    flag: Flag = field(init=False, repr=False, compare=False)  # largest drift over its limit, for captured steps
+
+    def __post_init__(self) -> None:
+        self.flag = Flag(self)
 
     def fingerprint(self, device: torch.device) -> Fingerprint:
         """New signs."""
@@ -232,6 +235,23 @@ class Watch:
         """Whether one is due in the next so many steps."""
         every = self.guard.spot_check
         return every > 0 and (self.steps + steps) // every > self.steps // every
+
+    def rested(self) -> None:
+        """Take note of a step that went straight to the repair."""
+        self.flag.note()
+        self.rest, self.steps, self.repaired = max(0, self.rest - 1), self.steps + 1, self.repaired + 1
+
+    def lost(self) -> bool:
+        """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
+        text = "the memory-saving gradient is not finite"
+        if self.guard.action == "raise":
+            raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
+        if self.guard.action == "warn":
+            self.warned += 1
+            warnings.warn(text, DriftWarning, stacklevel=2)
+            return False
+        self.repaired += 1
+        return True
 
     def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
         """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""

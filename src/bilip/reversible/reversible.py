@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from bilip._capture import Flag
 from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
 from bilip.blocks.reach import Reach, Step
@@ -73,6 +74,7 @@ class Reversible(Bijection):
         self.volume_preserving = self.bijection.volume_preserving
         self.closed_form = self.bijection.closed_form
         self._watch = None if guard is None else Watch(guard)
+        self._flag = Flag() if self._watch is None else self._watch.flag
 
     # ---- the maps
 
@@ -103,7 +105,7 @@ class Reversible(Bijection):
         if self._watch is not None:
             self._watch.guard.limit(x.dtype)
         call = Call(
-            self.bijection, units, parameters, inverse, log_det, self._watch, checkpoint=self.memory == "checkpoint"
+            self.bijection, units, parameters, inverse, log_det, self._watch, self._flag, self.memory == "checkpoint"
         )
         result = MemorySaving.apply(call, x, context, *parameters)
         return result if log_det else (result,)  # type: ignore[return-value]
@@ -155,7 +157,7 @@ class Reversible(Bijection):
         zero the gradients in place (`zero_grad(set_to_none=False)`: the graph owns their memory) and run the step again without
         the graph, which repairs.
         """
-        return None if self._watch is None else self._watch.flag.value
+        return self._flag.value
 
     # ---- everything else is the bijection's
 

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from bilip.errors import InputError
 
-__all__ = ["hold"]
+__all__ = ["alone"]
 
 
-def hold(folder: Path) -> IO[str] | None:
-    """A lock on a folder until it is closed, or its process ends in whatever way. None where a file system has no locks.
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make a folder, and keep other runs out of it; where a file system has no locks, they are not kept out.
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     lock = hold(Path(folder))
-        ...     lock.close()
+        >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "run"):
+        ...     pass
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise InputError(f"cannot train in {folder} ({error.strerror}).") from error
     try:
         import fcntl
     except ImportError:  # there is none on Windows
-        return None
-    file = (folder / ".lock").open("w")
-    with contextlib.suppress(OSError):
+        with file:
+            yield
+        return
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.close()
             raise InputError(
-                f"another process is training in {folder}. Wait until it ends, or choose another folder."
+                f"another run, of this or another process, is training in {folder}. Wait until it ends, or choose another folder."
             ) from error
-    return file
+        except OSError:  # no locks here
+            pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open still

@@ -13,6 +13,7 @@ import torch
 from bilip.data import seed_of
 from bilip.errors import InputError, TrainingDiverged
 from bilip.training.interrupt import Interrupts
+from bilip.training.lock import alone
 from bilip.training.machines import launch
 from bilip.training.progress import shown
 from bilip.training.run import Run, Trained
@@ -58,8 +59,11 @@ def train(
         5
     """
     with contextlib.ExitStack() as stack:
-        run = Run(task, settings, Path(folder), launch(settings) if fabric is None else fabric)
-        stack.callback(run.close)
+        fabric = launch(settings) if fabric is None else fabric
+        if fabric.is_global_zero:
+            stack.enter_context(alone(Path(folder)))
+        run = Run(task, settings, Path(folder), fabric)
+        stack.callback(run.log.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts())
         try:
@@ -86,7 +90,7 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
             latest |= _evaluated(run)
         if settings.due(settings.save_every, run.done) and not run.save() and run.done == settings.steps:
             raise TrainingDiverged(
-                f"training diverged: the last step left weights that are not finite; {_left(run)}.", run.done
+                f"training diverged: the last step left weights that are not finite; {run.left}.", run.done
             )
         run.between_steps = True
         progress(run.done, settings.steps, latest)
@@ -103,16 +107,12 @@ def _logged(run: Run) -> dict[str, float]:
     if not math.isfinite(values["loss"]):
         when = f"in step {run.done}" if run.exact else f"in step {run.done} or up to {since - 1} before"
         raise TrainingDiverged(
-            f"training diverged: the loss was {values['loss']} {when}; {_left(run)}. Lower the learning rate, clip gradients, or "
+            f"training diverged: the loss was {values['loss']} {when}; {run.left}. Lower the learning rate, clip gradients, or "
             "add a penalty.",
             run.done,
         )
     run.log.write("train", run.done, {**values, "lr": run.settings.rate(run.done - 1)})
     return values
-
-
-def _left(run: Run) -> str:
-    return f"the last good checkpoint is {run.last}" if run.last.exists() else "no checkpoint was saved before"
 
 
 def _evaluated(run: Run) -> dict[str, float]:

@@ -17,7 +17,6 @@ from bilip.errors import CheckpointError, InputError
 from bilip.reversible import Reversible
 from bilip.reversible.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.training.average import Average
-from bilip.training.lock import hold
 from bilip.training.log import Log
 from bilip.training.machines import own_rows
 from bilip.training.settings import Settings
@@ -104,6 +103,11 @@ class Run:
         return self.folder / "last.safetensors"
 
     @property
+    def left(self) -> str:
+        """What there is to go back to, in words."""
+        return f"the last good checkpoint is {self.last}" if self.last.exists() else "no checkpoint was saved before"
+
+    @property
     def exact(self) -> bool:
         """Whether every loss is looked at: elsewhere that would hold up the device, or the other processes."""
         return self.fabric.device.type == "cpu" and self.fabric.world_size == 1
@@ -151,19 +155,13 @@ class Run:
             "best_step": self.best_step,
             "best_loss": self.best_loss,
             "guards": {name: walk.guard_state() for name, walk in self._walks().items()},
-            "penalties": [penalty.state() for penalty in self.task.penalties],
+            "penalties": [{"kind": type(p).__name__, **p.state()} for p in self.task.penalties],
             "log": self.log.sizes,
             "sums": list(self.sums),
             "summed": self.summed,
         }
         save_state(self.last, tensors, facts)
         return True
-
-    def close(self) -> None:
-        """Close the logs, and let others train here."""
-        self.log.close()
-        if self._lock is not None:
-            self._lock.close()
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model, as a state names them."""
@@ -185,11 +183,6 @@ class Run:
             penalty.load_state(state)
 
     def _open(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot train in {self.folder} ({error.strerror}).") from error
-        self._lock = hold(self.folder) if self.main else None
         for name in ("last", "best") if self.main else ():  # what a process that was killed while writing has left
             for path in self.folder.glob(f".{name}.safetensors.*"):
                 path.unlink(missing_ok=True)
@@ -226,8 +219,9 @@ class Run:
                 "it to begin anew."
             )
         difference = self.settings.difference(facts["settings"])
-        if not difference and len(facts["penalties"]) != len(self.task.penalties):
-            difference = f"{len(facts['penalties'])} penalties there, {len(self.task.penalties)} now"
+        kinds = [state.get("kind") for state in facts["penalties"]], [type(p).__name__ for p in self.task.penalties]
+        if not difference and kinds[0] != kinds[1]:
+            difference = f"penalties {kinds[0]} there, {kinds[1]} now"
         if difference:
             raise CheckpointError(
                 f"{self.folder} holds a run with other settings ({difference}). Choose another folder, or delete that one."

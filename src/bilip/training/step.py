@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import Flag, noting
 from bilip.errors import InputError
-from bilip.regularizers import Penalty
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
 from bilip.training.average import Average
@@ -92,6 +92,8 @@ class CapturedStep:
         self.graphs: dict[object, Recorded] = {}
         self.finish: torch.cuda.CUDAGraph | None = None
         self.side = torch.cuda.Stream()
+        walks = (part for part in step.objective.modules() if isinstance(part, Reversible))
+        self.flags = [walk._flag for walk in walks]  # others are noted when they are met
         self.anchors: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
@@ -100,7 +102,7 @@ class CapturedStep:
         """Train on a batch; its losses, valid until the next call."""
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
-        watches = self._watches()
+        watches = [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
         anchors = [list(watch.anchors) for watch in watches]
         if anchors != self.anchors:  # other activations are stored: the old graphs, and their memory, are done with
             self.graphs.clear()
@@ -114,11 +116,11 @@ class CapturedStep:
         if key not in self.graphs and not self._capture(key, step, batch):
             return self.step(step, batch)
         recorded = self.graphs[key]
-        if any(watch.spot_check_within(count["steps"]) for watch, count in recorded.counts if isinstance(watch, Watch)):
+        if recorded.spot_check_is_due():
             return self._eagerly(step, batch)
         found = recorded.replay(batch)
         self.replays += 1
-        if recorded.flags and float(torch.stack(recorded.flags).amax()) > 1:
+        if recorded.raised():
             self.reruns += 1
             self.reseed(step)
             found = self._gradients(step, batch)
@@ -126,11 +128,6 @@ class CapturedStep:
             recorded.count()
         recorded.finish.replay()
         return found
-
-    def _watches(self) -> list[Watch]:
-        walks = [part for part in self.step.objective.modules() if isinstance(part, Reversible)]
-        walks += [walk for penalty in self.task.penalties for walk in penalty.walks()]
-        return [walk._watch for walk in walks if walk._watch is not None]
 
     def _eagerly(self, step: int, batch: Batch) -> dict[str, Tensor]:
         """On a stream of its own, as graphs ask of the steps before them."""
@@ -143,47 +140,50 @@ class CapturedStep:
 
     def _gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
         self.step.optimizer.zero_grad(set_to_none=False)
-        return self.step.gradients(step, batch)
+        with noting(self.flags):
+            return self.step.gradients(step, batch)
 
     def _capture(self, key: object, step: int, batch: Batch) -> bool:
         """Capture this kind of step; False where it cannot be, and steps stay eager from then on."""
         if self.failed:
             return False
+        stream = torch.cuda.current_stream()
         try:
             self.graphs[key] = self._record(step, batch)
         except RuntimeError as error:
+            cause = error.__context__ or error  # a graph that was broken off says nothing of the reason
+            torch.cuda.set_stream(stream)
             if self.step.settings.capture:
                 raise InputError(
-                    f"capture=True: this step cannot run as a CUDA graph ({error}). Use capture=None."
+                    f"capture=True: this step cannot run as a CUDA graph ({cause}). Use capture=None."
                 ) from error
             torch.cuda.synchronize()
             self.failed = True
-            warnings.warn(f"this step cannot run as a CUDA graph and stays eager: {error}", stacklevel=2)
+            warnings.warn(f"this step cannot run as a CUDA graph and stays eager: {cause}", stacklevel=2)
         return not self.failed
 
     def _record(self, step: int, batch: Batch) -> Recorded:
-        counted: list[Watch | Penalty] = [*self._watches(), *self.task.penalties]
-        flags = [part.flag.on(batch[0].device) for part in counted]
+        known = list(self.flags)
+        for flag in known:
+            flag.on(batch[0].device)
         inputs = tuple(tensor.clone() for tensor in batch)
-        before = [counts_of(part) for part in counted]
+        before = [counts_of(flag) for flag in known]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 found = self._gradients(step, inputs)
-            added = [
-                {name: value - old[name] for name, value in counts_of(part).items()}
-                for part, old in zip(counted, before, strict=True)
-            ]
+            after = [counts_of(flag) for flag in known]
         finally:
-            for part, old in zip(counted, before, strict=True):  # recording is no step
-                vars(part).update(old)
+            for flag, old in zip(known, before, strict=True):  # recording is no step
+                vars(flag.owner or self).update(old)
         if self.finish is None:
             finish = torch.cuda.CUDAGraph()
             with torch.cuda.graph(finish):
                 self.step.update()
             self.finish = finish  # one for all kinds of steps
-        return Recorded(graph, self.finish, inputs, found, flags, list(zip(counted, added, strict=True)))
+        added = [{name: new[name] - old[name] for name in new} for new, old in zip(after, before, strict=True)]
+        return Recorded(graph, self.finish, inputs, found, list(self.flags), added)
 
 
 @dataclass(frozen=True)
@@ -196,32 +196,43 @@ class Recorded:
         inputs: The tensors it reads the batch from.
         found: The tensors it leaves the losses in.
         flags: Those it may raise.
-        counts: What each replay adds to the counts of guards and penalties.
+        added: What each replay adds to the counts of their owners.
     """
 
     graph: torch.cuda.CUDAGraph
     finish: torch.cuda.CUDAGraph
     inputs: Batch
     found: dict[str, Tensor]
-    flags: list[Tensor]
-    counts: list[tuple[Watch | Penalty, dict[str, int]]]
+    flags: list[Flag]
+    added: list[dict[str, int]]
+
+    def spot_check_is_due(self) -> bool:
+        """Whether a guard is to compare gradients in the next step."""
+        pairs = ((flag.owner, added) for flag, added in zip(self.flags, self.added, strict=False))
+        return any(isinstance(owner, Watch) and owner.spot_check_within(added["steps"]) for owner, added in pairs)
 
     def replay(self, batch: Batch) -> dict[str, Tensor]:
         """Gradients of a batch; its losses."""
         for static, tensor in zip(self.inputs, batch, strict=True):
             static.copy_(tensor)
         for flag in self.flags:
-            flag.zero_()
+            flag.on(self.inputs[0].device).zero_()
         self.graph.replay()
         return self.found
 
+    def raised(self) -> bool:
+        """Whether one of the flags is."""
+        values = [flag.on(self.inputs[0].device) for flag in self.flags]
+        return bool(values) and float(torch.stack(values).amax()) > 1
+
     def count(self) -> None:
         """Take note of a replay."""
-        for part, added in self.counts:
-            vars(part).update({name: max(0, getattr(part, name) + more) for name, more in added.items()})
+        for flag, added in zip(self.flags, self.added, strict=False):
+            for name, more in added.items():
+                setattr(flag.owner, name, max(0, getattr(flag.owner, name) + more))
 
 
-def counts_of(part: Watch | Penalty) -> dict[str, int]:
-    """What code counts on the host, which a replay does not run."""
-    names = ("steps", "repaired", "rest") if isinstance(part, Watch) else ("seen",)
-    return {name: getattr(part, name) for name in names}
+def counts_of(flag: Flag) -> dict[str, int]:
+    """What the owner of a flag counts on the host, which a replay does not do."""
+    names = ("steps", "repaired", "rest") if isinstance(flag.owner, Watch) else ("seen",)
+    return {} if flag.owner is None else {name: getattr(flag.owner, name) for name in names}
