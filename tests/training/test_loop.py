@@ -20,6 +20,7 @@ from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.objectives import Likelihood
 from bilip.training import Average, Settings, Task, load_weights, read_log, read_state, save_state, train
+from bilip.training.lock import alone
 from training.runs import make_settings, make_task, silent
 
 PROGRAM = Path(__file__).with_name("runs.py")
@@ -115,9 +116,20 @@ def test_one_run_in_a_folder_at_a_time(tmp_path):
 
     train(Task(base.model, base.batch, loss), make_settings(steps=5), tmp_path, progress=silent)
     train(Task(base.model, base.batch, loss), make_settings(steps=6), tmp_path, progress=silent)
-    (tmp_path / "other" / ".lock").mkdir(parents=True)
-    with pytest.raises(InputError, match="cannot train in"):
-        train(make_task("flow"), make_settings(), tmp_path / "other", progress=silent)
+
+
+def test_a_forked_child_does_not_keep_others_out(tmp_path):
+    with alone(tmp_path):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with alone(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from bilip.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows
+    fcntl = None
 
 __all__ = ["alone"]
 
@@ -22,26 +28,24 @@ def alone(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
     except OSError as error:
         raise InputError(f"cannot train in {folder} ({error.strerror}).") from error
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        with file:
-            yield
+    if fcntl is None:
+        yield
         return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another run, of this or another process, is training in {folder}. Wait until it ends, or choose another folder."
-            ) from error
-        except OSError:  # no locks here
-            pass
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open still
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise InputError(
+            f"another run, of this or another process, is training in {folder}. Wait until it ends, or choose another folder."
+        ) from error
+    except OSError:  # no locks here
+        pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_UN)  # a forked child may have it open still
+        os.close(held)
