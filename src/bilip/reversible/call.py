@@ -13,7 +13,7 @@ from bilip._capture import Flag, capturing
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible.angle import angle
-from bilip.reversible.guard import DriftWarning, Fingerprint, Watch, drifts_of, true_drift
+from bilip.reversible.guard import DriftWarning, Fingerprint, Watch, drifts_of, size_of, true_drift
 from bilip.reversible.mixing import forget, prepare, windows
 from bilip.reversible.replay import (
     Conditions,
@@ -41,7 +41,7 @@ class Call:
     watch: Watch | None
     flag: Flag
     checkpoint: bool = False  # no walk: every state is evaluated again from the first one
-    prints: dict[int, Tensor] = field(default_factory=dict)
+    prints: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
 
@@ -91,7 +91,7 @@ class Call:
             elif (
                 k and self.fingerprint is not None and not unit.rearranges
             ):  # moving entries around does not change a drift
-                self.prints[k] = self.fingerprint.of(x)
+                self.prints[k] = self.fingerprint.of(x), size_of(x)
             x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det)
             self.draws[k] = self.seeds.moved(k) or self.draws[k]
             if log is not None:
@@ -138,9 +138,8 @@ class Call:
                 seen[k] = self.fingerprint.of(y)
         drifts: dict[int, Tensor] = {}
         if seen:
-            drifts.update(
-                zip(seen, drifts_of([self.prints[k] for k in seen], list(seen.values())).unbind(), strict=True)
-            )
+            before, sizes = map(list, zip(*(self.prints[k] for k in seen), strict=True))
+            drifts.update(zip(seen, drifts_of(before, sizes, list(seen.values())).unbind(), strict=True))
         if self.watch is not None and 0 not in given:
             drifts[0] = true_drift(y, back.x)
         return grad, result, drifts

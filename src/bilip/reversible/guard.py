@@ -124,7 +124,7 @@ class Fingerprint:
         self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of(self, x: Tensor) -> Tensor:
-        """The fingerprint and the norm, shape `(batch, 3)`."""
+        """The two sums, shape `(batch, 2)`."""
         flat = x.flatten(1)
         size = flat.shape[1]
         if (size, x.dtype) not in self.signs:
@@ -135,26 +135,30 @@ class Fingerprint:
         signed = flat * self.signs[size, x.dtype]
         if size % 2:
             signed = torch.nn.functional.pad(signed, (0, 1))
-        sums = signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
-        return torch.cat((sums, torch.linalg.vector_norm(flat, dim=1, keepdim=True).double()), 1)
+        return signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
 
 
-def drifts_of(before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """The largest drift over the samples, for each pair of fingerprints, relative to the activation of that sample there.
+def size_of(x: Tensor) -> Tensor:
+    """The norm of each sample, in float64: in float32 the squares of 1e20 overflow."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+
+
+def drifts_of(before: list[Tensor], sizes: list[Tensor], after: list[Tensor]) -> Tensor:
+    """The largest drift over the samples, for each pair of fingerprints, relative to the size of that sample there.
 
     What is not finite has drifted infinitely far.
     """
-    old, new = torch.stack(before), torch.stack(after)
-    apart, size = (new - old)[..., :2].square().sum(2).sqrt(), old[..., 2]
-    ratio = (apart / (size + 1e-6 * size.mean(1, keepdim=True) + 1e-30)).amax(1)
-    return torch.where(torch.isfinite(ratio), ratio, torch.inf)
+    return _relative((torch.stack(after) - torch.stack(before)).square().sum(2).sqrt(), torch.stack(sizes))
 
 
 def true_drift(x: Tensor, known: Tensor) -> Tensor:
     """The same against an activation that was kept."""
-    apart = torch.linalg.vector_norm((x - known).flatten(1), dim=1, dtype=torch.float64)
-    size = torch.linalg.vector_norm(known.flatten(1), dim=1, dtype=torch.float64)
-    ratio = (apart / (size + 1e-6 * size.mean() + 1e-30)).amax()
+    return _relative(size_of(x - known), size_of(known))
+
+
+def _relative(apart: Tensor, size: Tensor) -> Tensor:
+    """Samples next to zero count by the typical size of the batch, which no outlier moves."""
+    ratio = (apart / (size + 1e-6 * size.median(-1, keepdim=True).values + 1e-30)).amax(-1)
     return torch.where(torch.isfinite(ratio), ratio, torch.inf)
 
 
