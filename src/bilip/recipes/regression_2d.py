@@ -87,7 +87,7 @@ class Regression2D(Recipe):
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
         "gpu": "one GPU, meant for under 8 minutes a seed; not timed yet",
-        "paper": "one GPU; not timed yet",
+        "paper": "one GPU, not timed yet; width 10 alone about two hours on two cores",
     }
     matched = (
         "ActNorm begins as the identity; scale sigmoid(s + 2) + 1e-6; last layers are not started at zero.",

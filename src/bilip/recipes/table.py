@@ -66,7 +66,9 @@ def readme_table(results: str | Path) -> str:
                     {True: "yes", False: "**no**", None: ""}[line["holds"]],
                 ]
                 rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-            notes.append(f"{name} {size}: {_seeds(run)}, {run['device']}, torch {run['environment'].get('torch', '?')}")
+            other = f", {', '.join(run['other_than_paper'])}" if size == "paper" and run["other_than_paper"] else ""
+            where = f"{run['device']}, torch {run['environment'].get('torch', '?')}"
+            notes.append(f"{name} {size}{other}: {_seeds(run)}, {where}")
     return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"
 
 
