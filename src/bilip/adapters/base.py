@@ -67,13 +67,13 @@ class ForeignBase(Base):
         value = self.density(self._fitting(z), z, context)
         return value.flatten(1).sum(1) if value.ndim > 1 else value
 
+    @abstractmethod
     def draw(self, module: nn.Module, count: int, context: Tensor | None) -> Tensor:
         """Draw from a module in the right dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def density(self, module: nn.Module, z: Tensor, context: Tensor | None) -> Tensor:
         """Log-density under a module in the right dtype."""
-        raise NotImplementedError
 
     def _fitting(self, like: Tensor) -> nn.Module:
         """The module, or a converted copy: converting the bijection must not leave its base behind."""

@@ -16,7 +16,7 @@ from bilip.errors import NotMeasured
 from bilip.probes.distance import distances, typical_norm
 from bilip.probes.guarded import run_guarded
 from bilip.probes.lanczos import largest_singular_value
-from bilip.probes.linear import LinearPart
+from bilip.probes.linear_part import LinearPart
 from bilip.probes.probe import Probe
 from bilip.probes.subject import Subject
 from bilip.record import Measurement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ def silent(share: float) -> None:
     """No progress shown."""
 
 
-class Probe:
+class Probe(ABC):
     """One question about a model, answered with numbers.
 
     A probe of your own sets `name` and writes `_measure(subject, source)`; raise `NotMeasured` with the reason where there is
@@ -60,5 +61,6 @@ class Probe:
                 text = " ".join(str(error).split())[:300]
                 return Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
 
+    @abstractmethod
     def _measure(self, subject: Subject, source: Source) -> Measurement:
-        raise NotImplementedError
+        """The answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class SkippedSamples(UserWarning):
     """A penalty left samples out, because the network does not give finite numbers for them."""
 
 
-class Penalty:
+class Penalty(ABC):
     r"""A term that a training loop adds to its loss: `loss = task + penalty(model, x, latent=(z, log_det), step=step)`.
 
     A penalty of your own writes `value(model, x, latent, step, context)`, a scalar without the weight. It is computed in the steps
@@ -86,9 +87,9 @@ class Penalty:
             return x.new_zeros(())
         return self.weight * self.value(self._bijection(model), x, latent, step, context)
 
+    @abstractmethod
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
         """The penalty without its weight."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """What is carried from step to step, as JSON values. For checkpoints."""

@@ -7,6 +7,7 @@ gradient.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +37,7 @@ class Pulled:
     context: Tensor | None = None
 
 
-class Unit:
+class Unit(ABC):
     """One step, in one direction. `stores`: its input has to be kept; `twice`: `back` inverts first, then evaluates again."""
 
     stores = False
@@ -61,11 +62,11 @@ class Unit:
         """The input that belongs to an output."""
         return (self.block if self.inverse else self.block.inverse)(y, context)
 
+    @abstractmethod
     def back(
         self, y: Tensor, context: Tensor | None, grad: Tensor, grad_log: Tensor | None, known: Tensor | None
     ) -> Pulled:
         """Input and gradient from output and gradient; `known` is the input where it was kept."""
-        raise NotImplementedError
 
 
 class Generic(Unit):
