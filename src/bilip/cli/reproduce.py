@@ -109,5 +109,7 @@ def _show_all() -> None:
     for name in names():
         recipe = find(name)
         console.print(f"[bold]{name}[/bold]  {recipe.claim}  ({recipe.where})")
+        table = Table.grid(padding=(0, 2))
         for size in SIZES:
-            console.print(f"  {size:<6} {recipe.cost[size]:<44} {status(name, size)}")
+            table.add_row("", size, recipe.cost[size], status(name, size))
+        console.print(table)
