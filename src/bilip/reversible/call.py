@@ -13,7 +13,8 @@ from bilip._capture import Flag, capturing
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible.angle import angle
-from bilip.reversible.guard import DriftWarning, Fingerprint, Watch, drifts_of, size_of, true_drift
+from bilip.reversible.fingerprint import Fingerprint, drifts_of, true_drift
+from bilip.reversible.guard import DriftWarning, Watch
 from bilip.reversible.mixing import forget, prepare, windows
 from bilip.reversible.replay import (
     Conditions,
@@ -41,7 +42,7 @@ class Call:
     watch: Watch | None
     flag: Flag
     checkpoint: bool = False  # no walk: every state is evaluated again from the first one
-    prints: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    prints: dict[int, Tensor] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
 
@@ -84,15 +85,19 @@ class Call:
             self.fingerprint = self.watch.fingerprint(x.device)
         logs: list[Tensor] = []
         stored: list[Tensor] = []
+        own = False
         for k, unit in enumerate(self.units):
             if unit.stores or k in anchors:
+                own = False
                 self.kept.append(k)
                 stored.append(x)
             elif (
                 k and self.fingerprint is not None and not unit.rearranges
             ):  # moving entries around does not change a drift
-                self.prints[k] = self.fingerprint.of(x), size_of(x)
-            x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det)
+                self.prints[k] = self.fingerprint.of(x)
+            own = own and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
+            x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det, own=own)
+            own = unit.fresh
             self.draws[k] = self.seeds.moved(k) or self.draws[k]
             if log is not None:
                 logs.append(log)
@@ -129,28 +134,31 @@ class Call:
         """From the output to the input, each state recovered from the one after it."""
         given = dict(zip(self.kept, back.stored, strict=True))
         seen: dict[int, Tensor] = {}
-        result, y, grad = Sum(), back.z, back.grad
+        result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
-            pulled = self._back(k, y, back, grad, given.get(k))
+            pulled = self._back(k, y, back, grad, given.get(k), own)
+            own = self.units[k].fresh and k not in given
             result.add(pulled)
             y, grad = pulled.x, pulled.grad
             if watched and self.fingerprint is not None and k in self.prints:
-                seen[k] = self.fingerprint.of(y)
+                seen[k] = self.fingerprint.of(y, norm=False)
         drifts: dict[int, Tensor] = {}
         if seen:
-            before, sizes = map(list, zip(*(self.prints[k] for k in seen), strict=True))
-            drifts.update(zip(seen, drifts_of(before, sizes, list(seen.values())).unbind(), strict=True))
+            found = drifts_of([self.prints[k] for k in seen], list(seen.values()))
+            drifts.update(zip(seen, found.unbind(), strict=True))
         if self.watch is not None and 0 not in given:
             drifts[0] = true_drift(y, back.x)
         return grad, result, drifts
 
-    def _back(self, k: int, y: Tensor, back: Backward, grad: Tensor, known: Tensor | None) -> Pulled:
+    def _back(
+        self, k: int, y: Tensor, back: Backward, grad: Tensor, known: Tensor | None, own: bool = False
+    ) -> Pulled:
         unit = self.unit(k, inverses=True)
         if known is None and unit.twice and self.draws[k]:  # the same numbers for the inverse and the second evaluation
             with torch.no_grad(), self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
                 known = unit.undo(y, back.context)
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
-            return unit.back(y, back.context, grad, back.grad_log, known)
+            return unit.back(y, back.context, grad, back.grad_log, known, own)
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bilip.blocks import AdditiveCoupling, AffineCoupling
+from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
 from bilip.reversible.unit import Pulled, Unit, leaf, pull
 
 __all__ = ["Coupling"]
@@ -15,26 +15,41 @@ class Coupling(Unit):
     r"""Additive or affine coupling with one evaluation of its nets.
 
     Forward, $y_2 = x_2\, g(s) + t$ with $s, t$ functions of $x_1 = y_1$: from one evaluation come $x_2 = (y_2 - t) / g$ and
-    the gradients $\bar t = \bar y_2$, $\bar g = \bar y_2 x_2$, $\bar x_2 = \bar y_2 g$; backward likewise.
+    the gradients $\bar t = \bar y_2$, $\bar g = \bar y_2 x_2$, $\bar x_2 = \bar y_2 g$; backward likewise. A state that is its own is
+    overwritten where it changes, so that the other half is not copied.
     """
 
     block: AdditiveCoupling | AffineCoupling
 
-    def back(self, y, context, grad, grad_log, known):
+    def run(self, x, context, *, log_det, own=False):
+        if not (own and self._views):
+            return super().run(x, context, log_det=log_det)
+        x1, x2 = self.block._split(x)
+        shift, gain, log_gain = self._nets(x1, x2, context, log_det=log_det)
+        if gain is None:
+            torch.add(x2, shift, alpha=-1 if self.inverse else 1, out=x2)
+        elif self.inverse:
+            torch.div(x2 - shift, gain, out=x2)
+        else:
+            torch.addcmul(shift, x2, gain, out=x2)
+        if not log_det:
+            return x, None
+        log = x.new_zeros(len(x)) if log_gain is None else log_gain.flatten(1).sum(1)
+        return x, -log if self.inverse else log
+
+    def back(self, y, context, grad, grad_log, known, own=False):
         block = self.block
-        (y1, y2), (g1, g2) = block.partition.split(y), block.partition.split(grad)
-        kept = None if known is None else block.partition.split(known)[1]
+        y1, y2 = block.partition.split(y)
+        g1, g2 = block.partition.split(grad)
         with torch.enable_grad():
-            point, given = y1.detach().requires_grad_(), leaf(context)
-            if isinstance(block, AdditiveCoupling):
-                shift, gain, log_gain = block._shift(point, y2, given), None, None
-            else:
-                shift, raw = block.shift_and_raw_scale(point, y2, given)
-                gain, log_gain = block.scale.with_log(raw) if grad_log is not None else (block.scale(raw), None)
+            point = y1.data.requires_grad_()  # not detach: what is written into y2 does not concern the graph of y1
+            given = leaf(context)
+            shift, gain, log_gain = self._nets(point, y2, given, log_det=grad_log is not None)
+        in_place = own and known is None and self._views
         with torch.no_grad():
-            x2, g_x2, g_shift, g_gain = self._solve(
-                y2, g2, shift.detach(), None if gain is None else gain.detach(), kept
-            )
+            kept = None if known is None else block.partition.split(known)[1]
+            fixed = None if gain is None else gain.detach()
+            x2, g_shift, g_gain = self._solve(y2, g2, shift.detach(), fixed, kept, y2 if in_place else None)
         outputs, grads = [shift], [g_shift.to(shift.dtype)]
         if gain is not None and g_gain is not None:
             outputs.append(gain)
@@ -44,15 +59,51 @@ class Coupling(Unit):
             outputs.append(log_gain)
             grads.append((sign * grad_log).view(-1, *[1] * (log_gain.ndim - 1)).expand_as(log_gain).to(log_gain.dtype))
         pulled = pull(y1, outputs, grads, point, block, given)
+        known = y if in_place else known
         x = block.partition.merge(y1, x2) if known is None else known
-        return Pulled(x, block.partition.merge(g1 + pulled.grad, g_x2), pulled.parameters, pulled.context)
+        with torch.no_grad():
+            g_x = self._merged(grad, g1, pulled.grad, g2, gain, own=own)
+        return Pulled(x, g_x, pulled.parameters, pulled.context)
 
-    def _solve(self, y2: Tensor, g2: Tensor, shift: Tensor, gain: Tensor | None, kept: Tensor | None):
-        """x2 and the gradients with respect to x2, the shift and the gain."""
+    @property
+    def _views(self) -> bool:
+        """Whether the two parts of a state are views of it."""
+        return type(self.block.partition) in (Split, Streams)
+
+    def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None, *, log_det: bool):
+        """Shift, gain and log of the gain; of an additive block only the shift."""
+        if isinstance(self.block, AdditiveCoupling):
+            return self.block._shift(x1, x2, context), None, None
+        shift, raw = self.block.shift_and_raw_scale(x1, x2, context)
+        return (shift, *self.block.scale.with_log(raw)) if log_det else (shift, self.block.scale(raw), None)
+
+    def _solve(
+        self, y2: Tensor, g2: Tensor, shift: Tensor, gain: Tensor | None, kept: Tensor | None, into: Tensor | None
+    ):
+        """x2, and the gradients with respect to the shift and the gain. `into` may be y2 itself."""
         if gain is None:
-            return (y2 + shift if self.inverse else y2 - shift), g2, (-g2 if self.inverse else g2), None
+            x2 = torch.add(y2, shift, alpha=1 if self.inverse else -1, out=into) if kept is None else kept
+            return x2, (-g2 if self.inverse else g2), None
         if not self.inverse:
-            x2 = (y2 - shift) / gain if kept is None else kept
-            return x2, g2 * gain, g2, g2 * x2
-        moved = g2 / gain  # y2 = (x2 - shift) / gain
-        return torch.addcmul(shift, y2, gain), moved, -moved, -moved * y2
+            x2 = torch.div(y2 - shift, gain, out=into) if kept is None else kept
+            return x2, g2, g2 * x2
+        g_shift = -g2 / gain  # y2 = (x2 - shift) / gain
+        g_gain = g_shift * y2
+        return torch.addcmul(shift, y2, gain, out=into) if kept is None else kept, g_shift, g_gain
+
+    def _merged(self, grad: Tensor, g1: Tensor, more: Tensor, g2: Tensor, gain: Tensor | None, *, own: bool) -> Tensor:
+        """The gradient with respect to x: to that of x1 comes what went through the nets."""
+        if not self._views:
+            moved = g2 if gain is None else g2 / gain if self.inverse else g2 * gain
+            return self.block.partition.merge(g1 + more, moved)
+        if gain is None and own:
+            g1 += more
+            return grad
+        merged = torch.empty_like(grad)
+        first, second = self.block.partition.split(merged)
+        torch.add(g1, more, out=first)
+        if gain is None:
+            second.copy_(g2)
+        else:
+            (torch.div if self.inverse else torch.mul)(g2, gain, out=second)
+        return merged

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from bilip._capture import Flag
 from bilip.errors import DriftError, InputError
+from bilip.reversible.fingerprint import Fingerprint
 
-__all__ = ["DriftWarning", "Fingerprint", "Guard", "GuardReport", "Watch"]
+__all__ = ["DriftWarning", "Guard", "GuardReport", "Watch"]
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "rest")
-_ODD, _OTHER = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
 
 
 class DriftWarning(UserWarning):
@@ -107,59 +107,6 @@ class GuardReport:
     def guilty(self) -> str:
         """The block with the largest drift so far; empty if there is none."""
         return max(self.worst, key=lambda name: self.worst[name], default="")
-
-
-class Fingerprint:
-    """Two sums of an activation under random signs, one over each half of it, for each sample in float64.
-
-    Their sum and their difference are projections on mutually orthogonal sign vectors. The signs are a hash of the place and of a
-    counter that lives on the device: no generator is disturbed, and a captured step draws anew each time it is replayed.
-
-    Args:
-        counter: A number that is another one in every step.
-    """
-
-    def __init__(self, counter: Tensor) -> None:
-        self.counter = counter.clone()
-        self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def of(self, x: Tensor) -> Tensor:
-        """The two sums, shape `(batch, 2)`."""
-        flat = x.flatten(1)
-        size = flat.shape[1]
-        if (size, x.dtype) not in self.signs:
-            mixed = torch.arange(size, device=x.device) * _ODD + self.counter * _OTHER
-            for shift in (30, 27):
-                mixed = (mixed ^ (mixed >> shift)) * _ODD
-            self.signs[size, x.dtype] = (((mixed >> 33) & 1) * 2 - 1).to(x.dtype)
-        signed = flat * self.signs[size, x.dtype]
-        if size % 2:
-            signed = torch.nn.functional.pad(signed, (0, 1))
-        return signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
-
-
-def size_of(x: Tensor) -> Tensor:
-    """The norm of each sample, in float64: in float32 the squares of 1e20 overflow."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
-
-
-def drifts_of(before: list[Tensor], sizes: list[Tensor], after: list[Tensor]) -> Tensor:
-    """The largest drift over the samples, for each pair of fingerprints, relative to the size of that sample there.
-
-    What is not finite has drifted infinitely far.
-    """
-    return _relative((torch.stack(after) - torch.stack(before)).square().sum(2).sqrt(), torch.stack(sizes))
-
-
-def true_drift(x: Tensor, known: Tensor) -> Tensor:
-    """The same against an activation that was kept."""
-    return _relative(size_of(x - known), size_of(known))
-
-
-def _relative(apart: Tensor, size: Tensor) -> Tensor:
-    """Samples next to zero count by the typical size of the batch, which no outlier moves."""
-    ratio = (apart / (size + 1e-6 * size.median(-1, keepdim=True).values + 1e-30)).amax(-1)
-    return torch.where(torch.isfinite(ratio), ratio, torch.inf)
 
 
 @dataclass

@@ -24,6 +24,7 @@ class Mixing(Unit):
     """
 
     block: InvertibleConv1x1
+    fresh = True
 
     def __init__(self, name: str, norm: ActNorm | None, block: InvertibleConv1x1, *, inverse: bool) -> None:
         super().__init__(name, block, inverse=inverse)
@@ -37,7 +38,7 @@ class Mixing(Unit):
     def modules(self):
         return ()
 
-    def run(self, x, context, *, log_det):
+    def run(self, x, context, *, log_det, own=False):
         value = self._undo(x) if self.inverse else self._do(x)
         return value, self._log(x) if log_det else None
 
@@ -64,7 +65,7 @@ class Mixing(Unit):
         total = self.log_abs_det if self.norm is None else self.log_abs_det + self.norm.log_scale.sum()
         return total * (math.prod(x.shape[2:]) * (-1 if self.inverse else 1))
 
-    def back(self, y, context, grad, grad_log, known):
+    def back(self, y, context, grad, grad_log, known, own=False):
         with torch.no_grad():
             if self.inverse:  # y = M^-1 x - b, so x = M u with u = y + b
                 u = self._shifted(y, 1)
@@ -148,6 +149,8 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     """Sum over samples and pixels of a b^T."""
     if a.ndim == 2:
         return a.T @ b
+    if math.prod(a.shape[2:]) < a.shape[1]:  # a product for each sample would be larger than what goes into it
+        return a.transpose(0, 1).flatten(1) @ b.transpose(0, 1).flatten(1).T
     return torch.bmm(a.flatten(2), b.flatten(2).mT).sum(0)
 
 

@@ -38,11 +38,16 @@ class Pulled:
 
 
 class Unit(ABC):
-    """One step, in one direction. `stores`: its input has to be kept; `twice`: `back` inverts first, then evaluates again."""
+    """One step, in one direction.
+
+    `stores`: its input has to be kept. `twice`: `back` inverts first, then evaluates again. `fresh`: what it gives is new memory,
+    which nobody else holds, so that the next step may write into it (`own`).
+    """
 
     stores = False
     twice = False
     rearranges = False
+    fresh = False
 
     def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
         self.name, self.block, self.inverse = name, block, inverse
@@ -52,7 +57,9 @@ class Unit(ABC):
         """What may draw numbers or keep statistics."""
         return (self.block,)
 
-    def run(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, x: Tensor, context: Tensor | None, *, log_det: bool, own: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Output and, if wanted, log-determinant, of shape `(batch,)` or a number for all."""
         if log_det:
             return (self.block.inverse_and_log_det if self.inverse else self.block.forward_and_log_det)(x, context)
@@ -64,7 +71,13 @@ class Unit(ABC):
 
     @abstractmethod
     def back(
-        self, y: Tensor, context: Tensor | None, grad: Tensor, grad_log: Tensor | None, known: Tensor | None
+        self,
+        y: Tensor,
+        context: Tensor | None,
+        grad: Tensor,
+        grad_log: Tensor | None,
+        known: Tensor | None,
+        own: bool = False,
     ) -> Pulled:
         """Input and gradient from output and gradient; `known` is the input where it was kept."""
 
@@ -78,7 +91,7 @@ class Generic(Unit):
         super().__init__(name, block, inverse=inverse)
         self.stores = not block.closed_form
 
-    def back(self, y, context, grad, grad_log, known):
+    def back(self, y, context, grad, grad_log, known, own=False):
         x = self.undo(y, context).detach() if known is None else known
         with torch.enable_grad():
             point = x.detach().requires_grad_()
@@ -96,7 +109,7 @@ class Rearranging(Unit):
 
     rearranges = True
 
-    def back(self, y, context, grad, grad_log, known):
+    def back(self, y, context, grad, grad_log, known, own=False):
         return Pulled(self.undo(y, context) if known is None else known, self.undo(grad, context))
 
 
@@ -112,7 +125,7 @@ class Kept(Unit):
         size = math.prod(shape)
         return x[:, :size].unflatten(1, shape), x[:, size:]
 
-    def run(self, x, context, *, log_det):
+    def run(self, x, context, *, log_det, own=False):
         kept, rest = self._split(x, self.entered)
         y, log = self.inner.run(kept, context, log_det=log_det)
         return torch.cat((y.flatten(1), rest), 1), log
@@ -121,7 +134,7 @@ class Kept(Unit):
         kept, rest = self._split(y, self.left)
         return torch.cat((self.inner.undo(kept, context).flatten(1), rest), 1)
 
-    def back(self, y, context, grad, grad_log, known):
+    def back(self, y, context, grad, grad_log, known, own=False):
         (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
         inner = self.inner.back(
             y, context, grad, grad_log, None if known is None else self._split(known, self.entered)[0]
