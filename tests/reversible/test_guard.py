@@ -311,7 +311,10 @@ def test_fingerprints_see_drift_wherever_it_sits(size, where, step, place):
 
 def test_fingerprints_have_the_right_mean_square():
     e = torch.randn(1, 99, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    squares = torch.stack([Fingerprint(torch.tensor(k)).of(e, norm=False).square().sum() for k in range(2000)]) / e.square().sum()
+    squares = (
+        torch.stack([Fingerprint(torch.tensor(k)).of(e, norm=False).square().sum() for k in range(2000)])
+        / e.square().sum()
+    )
     # The square of two signed sums has a variance of at most |e|^4 each way, so a mean over 2000 is within 0.1 by 4 deviations.
     assert abs(float(squares.mean()) - 1) < 0.1
     assert float((squares > 0.01).double().mean()) > 0.9

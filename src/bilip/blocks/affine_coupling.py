@@ -69,17 +69,22 @@ class AffineCoupling(Bijection):
     def shift_and_raw_scale(self, x1: Tensor, x2: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """t(x1) and s(x1), in the shape of the transformed part."""
         shift = call(self.t, x1, context, self._context)
-        if self.s is not None:
-            raw = call(self.s, x1, context, self._s_context)
-        else:
-            dim = self.partition.feature_dim
-            if shift.shape[dim] % 2:
-                raise InputError(
-                    "AffineCoupling: without s=, the net t gives shift and raw scale together, an even "
-                    "number of features "
-                    f"along dimension {dim}; its output has shape {tuple(shift.shape)}."
-                )
-            shift, raw = shift.chunk(2, dim)
+        if self.s is None:
+            return self._halves(shift, x2)
+        return self._checked(shift, call(self.s, x1, context, self._s_context), x2)
+
+    def _halves(self, h: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        """Shift and raw scale from the output of a net that gives both."""
+        dim = self.partition.feature_dim
+        if h.shape[dim] % 2:
+            raise InputError(
+                "AffineCoupling: without s=, the net t gives shift and raw scale together, an even number of features along "
+                f"dimension {dim}; its output has shape {tuple(h.shape)}."
+            )
+        shift, raw = h.chunk(2, dim)
+        return self._checked(shift, raw, x2)
+
+    def _checked(self, shift: Tensor, raw: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         shift, raw = self.partition.outputs(shift), self.partition.outputs(raw)
         require_shape("AffineCoupling", "t(x1)", shift, x2)
         require_shape("AffineCoupling", "s(x1)", raw, x2)

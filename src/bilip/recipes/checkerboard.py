@@ -112,7 +112,7 @@ class CheckerboardFlows(Recipe):
     claim = "Affine flows become non-invertible outside of their data; (0.5, 1) is better; a residual flow stays invertible."
     sizes: Mapping[str, Config] = {
         "quick": QUICK,
-        "gpu": replace(PAPER, steps=3000, residual_steps=1500, evaluate_every=250),
+        "gpu": replace(PAPER, steps=2000, residual_steps=1000, evaluate_every=250),
         "paper": PAPER,
     }
     cost: Mapping[str, str] = {

@@ -15,7 +15,7 @@ from bilip.errors import DriftError
 from bilip.reversible.angle import angle
 from bilip.reversible.fingerprint import Fingerprint, drifts_of, true_drift
 from bilip.reversible.guard import DriftWarning, Watch
-from bilip.reversible.mixing import forget, prepare, windows
+from bilip.reversible.prepared import Prepared
 from bilip.reversible.replay import (
     Conditions,
     Seeds,
@@ -51,28 +51,8 @@ class Call:
         self.versions: dict[str, tuple[Tensor, int]] = {}
         self.draws = [any(map(draws_numbers, unit.modules)) for unit in self.units]
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
-        self.windows = windows(self.units)
-        self.window = {k: w for w, span in enumerate(self.windows) for k in span}
-        self.ready: tuple[int, bool, bool] | None = None
+        self.prepared = Prepared(self.units, inverse=self.inverse)
         self.overflowed = False  # the repaired gradient met an activation that is not finite
-
-    def unit(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Unit:
-        """Unit `k` with its matrices at hand. Only one window has them at a time: memory does not grow with depth."""
-        wanted = (self.window[k], inverses or self.inverse, log_det)
-        if self.ready != wanted:
-            self.done()
-            prepare(self._span(wanted[0]), inverses=wanted[1], log_det=log_det)
-            self.ready = wanted
-        return self.units[k]
-
-    def done(self) -> None:
-        """Let go of the matrices."""
-        if self.ready is not None:
-            forget(self._span(self.ready[0]))
-        self.ready = None
-
-    def _span(self, window: int) -> list[Unit]:
-        return [self.units[k] for k in self.windows[window]]
 
     # ---- forward
 
@@ -86,22 +66,24 @@ class Call:
         logs: list[Tensor] = []
         stored: list[Tensor] = []
         own = False
-        for k, unit in enumerate(self.units):
-            if unit.stores or k in anchors:
-                own = False
+        for k in range(len(self.units)):
+            unit = self.prepared.unit(k, log_det=self.log_det)
+            if not self.checkpoint:
+                self.prepared.before_the_walk(k, x)
+            keeps = unit.stores or k in anchors
+            if keeps:
                 self.kept.append(k)
                 stored.append(x)
-            elif (
-                k and self.fingerprint is not None and not unit.rearranges
-            ):  # moving entries around does not change a drift
-                self.prints[k] = self.fingerprint.of(x)
-            own = own and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
-            x, log = self.unit(k, log_det=self.log_det).run(x, context, log_det=self.log_det, own=own)
+            own = own and not keeps and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
+            mark = None if keeps or not k or unit.rearranges else self.fingerprint  # to move entries changes no drift
+            x, log, seen = unit.run(x, context, log_det=self.log_det, own=own, mark=mark)
             own = unit.fresh
+            if seen is not None:
+                self.prints[k] = seen
             self.draws[k] = self.seeds.moved(k) or self.draws[k]
             if log is not None:
                 logs.append(log)
-        self.done()
+        self.prepared.done()
         self.versions = versions_of(self.bijection)
         return x, _total(logs, x) if self.log_det else None, stored
 
@@ -114,7 +96,7 @@ class Call:
             with modes_again(self.modes):
                 return self._pull(back)
         finally:
-            self.done()
+            self.prepared.done()
 
     def _pull(self, back: Backward) -> tuple[Tensor, Sum]:
         watch = self.watch
@@ -136,12 +118,14 @@ class Call:
         seen: dict[int, Tensor] = {}
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
-            pulled = self._back(k, y, back, grad, given.get(k), own)
+            self.prepared.on_the_walk(k, y)
+            mark = self.fingerprint if watched and k in self.prints else None
+            pulled = self._back(k, y, back, grad, given.get(k), own, mark)
             own = self.units[k].fresh and k not in given
             result.add(pulled)
             y, grad = pulled.x, pulled.grad
-            if watched and self.fingerprint is not None and k in self.prints:
-                seen[k] = self.fingerprint.of(y, norm=False)
+            if mark is not None:
+                seen[k] = mark.of(y, norm=False) if pulled.print is None else pulled.print
         drifts: dict[int, Tensor] = {}
         if seen:
             found = drifts_of([self.prints[k] for k in seen], list(seen.values()))
@@ -151,18 +135,25 @@ class Call:
         return grad, result, drifts
 
     def _back(
-        self, k: int, y: Tensor, back: Backward, grad: Tensor, known: Tensor | None, own: bool = False
+        self,
+        k: int,
+        y: Tensor,
+        back: Backward,
+        grad: Tensor,
+        known: Tensor | None,
+        own: bool = False,
+        mark: Fingerprint | None = None,
     ) -> Pulled:
-        unit = self.unit(k, inverses=True)
+        unit = self.prepared.unit(k, inverses=True)
         if known is None and unit.twice and self.draws[k]:  # the same numbers for the inverse and the second evaluation
             with torch.no_grad(), self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
                 known = unit.undo(y, back.context)
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
-            return unit.back(y, back.context, grad, back.grad_log, known, own)
+            return unit.back(y, back.context, grad, back.grad_log, known, own, mark)
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
-            return self.unit(k).run(x, context, log_det=False)[0]
+            return self.prepared.unit(k).run(x, context, log_det=False).y
 
     def _drifted(self, watch: Watch, drifts: dict[int, Tensor], finite: Tensor, x: Tensor) -> bool:
         limit = watch.guard.limit(x.dtype)

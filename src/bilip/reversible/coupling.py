@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
-from bilip.reversible.unit import Pulled, Unit, leaf, pull
+from bilip.blocks._nets import call
+from bilip.blocks.scale import SigmoidScale
+from bilip.reversible.fingerprint import Fingerprint, kernels
+from bilip.reversible.unit import Pulled, Ran, Unit, leaf, pull
 
 __all__ = ["Coupling"]
 
@@ -16,16 +22,23 @@ class Coupling(Unit):
 
     Forward, $y_2 = x_2\, g(s) + t$ with $s, t$ functions of $x_1 = y_1$: from one evaluation come $x_2 = (y_2 - t) / g$ and
     the gradients $\bar t = \bar y_2$, $\bar g = \bar y_2 x_2$, $\bar x_2 = \bar y_2 g$; backward likewise. A state that is its own is
-    overwritten where it changes, so that the other half is not copied.
+    overwritten where it changes, so that the other half is not copied. On a GPU the usual blocks do all but the nets in one kernel.
     """
 
     block: AdditiveCoupling | AffineCoupling
 
-    def run(self, x, context, *, log_det, own=False):
-        if not (own and self._views):
-            return super().run(x, context, log_det=log_det)
-        x1, x2 = self.block._split(x)
-        shift, gain, log_gain = self._nets(x1, x2, context, log_det=log_det)
+    def run(self, x, context, *, log_det, own=False, mark=None):
+        block, fused = self.block, self._kernels(x)
+        if fused is None and not (own and self._views):
+            return super().run(x, context, log_det=log_det, mark=mark)
+        x = x if own else x.clone(memory_format=torch.contiguous_format)
+        x1, x2 = block._split(x)
+        h, shift, raw = self._nets(x1, x2, context)
+        if fused is not None and h is not None and h.dtype == x.dtype:
+            seen, log = fused.couple(x, h.contiguous(), *self._layout(x, mark), inverse=self.inverse)
+            return Ran(x, self._log(x, log) if log_det else None, seen)
+        seen = None if mark is None else mark.of(x)
+        gain, log_gain = self._gain(raw, log_det=log_det)
         if gain is None:
             torch.add(x2, shift, alpha=-1 if self.inverse else 1, out=x2)
         elif self.inverse:
@@ -33,19 +46,32 @@ class Coupling(Unit):
         else:
             torch.addcmul(shift, x2, gain, out=x2)
         if not log_det:
-            return x, None
-        log = x.new_zeros(len(x)) if log_gain is None else log_gain.flatten(1).sum(1)
-        return x, -log if self.inverse else log
+            return Ran(x, None, seen)
+        log = None if log_gain is None else log_gain.flatten(1).sum(1) * (-1 if self.inverse else 1)
+        return Ran(x, self._log(x, log), seen)
 
-    def back(self, y, context, grad, grad_log, known, own=False):
-        block = self.block
-        y1, y2 = block.partition.split(y)
-        g1, g2 = block.partition.split(grad)
+    def _log(self, x: Tensor, log: Tensor | None) -> Tensor:
+        return x.new_zeros(len(x)) if log is None else log
+
+    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
+        block, fused = self.block, self._kernels(y) if known is None else None
+        y = y if own or fused is None else y.clone(memory_format=torch.contiguous_format)
+        (y1, y2), (g1, g2) = block.partition.split(y), block.partition.split(grad)
         with torch.enable_grad():
             point = y1.data.requires_grad_()  # not detach: what is written into y2 does not concern the graph of y1
             given = leaf(context)
-            shift, gain, log_gain = self._nets(point, y2, given, log_det=grad_log is not None)
-        in_place = own and known is None and self._views
+            h, shift, raw = self._nets(point, y2, given)
+        if fused is not None and h is not None and h.dtype == y.dtype:
+            whole = h.detach().contiguous()
+            g_h, g_x, seen = fused.uncouple(
+                y, whole, grad.contiguous(), grad_log, *self._layout(y, mark), inverse=self.inverse
+            )
+            pulled = pull(y1, [h], [g_h], point, block, given)
+            torch.add(g1, pulled.grad, out=block.partition.split(g_x)[0])
+            return Pulled(y, g_x, pulled.parameters, pulled.context, seen)
+        with torch.enable_grad():
+            gain, log_gain = self._gain(raw, log_det=grad_log is not None)
+        in_place = known is None and self._views and (own or fused is not None)
         with torch.no_grad():
             kept = None if known is None else block.partition.split(known)[1]
             fixed = None if gain is None else gain.detach()
@@ -70,12 +96,40 @@ class Coupling(Unit):
         """Whether the two parts of a state are views of it."""
         return type(self.block.partition) in (Split, Streams)
 
-    def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None, *, log_det: bool):
-        """Shift, gain and log of the gain; of an additive block only the shift."""
-        if isinstance(self.block, AdditiveCoupling):
-            return self.block._shift(x1, x2, context), None, None
-        shift, raw = self.block.shift_and_raw_scale(x1, x2, context)
-        return (shift, *self.block.scale.with_log(raw)) if log_det else (shift, self.block.scale(raw), None)
+    def _kernels(self, x: Tensor) -> Any:
+        """Those for GPUs, if there are some for this block and state."""
+        block = self.block
+        if not (x.dtype == torch.float32 and type(block.partition) is Split and block.partition.dim == 1):
+            return None
+        if isinstance(block, AffineCoupling) and not (block.s is None and type(block.scale) is SigmoidScale):
+            return None
+        return kernels(x)
+
+    def _layout(self, x: Tensor, mark: Fingerprint | None):
+        """What a kernel is told: the numbers of the scale, where the transformed part begins, the signs of the fingerprint."""
+        block, numbers = self.block, None
+        if isinstance(block, AffineCoupling) and isinstance(block.scale, SigmoidScale):
+            numbers = block.scale.low, block.scale.high, block.scale.shift
+        first = block.partition.split(x)[0]
+        place = 0 if block.partition.swap else math.prod(first.shape[1:])  # type: ignore[union-attr]
+        return numbers, place, None if mark is None else mark.signs_of(x)
+
+    def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """The output of the one net, if there is one; shift and raw scale, of an additive block only the shift."""
+        block = self.block
+        if isinstance(block, AdditiveCoupling):
+            shift = block._shift(x1, x2, context)
+            return shift, shift, None
+        if block.s is not None:
+            return None, *block.shift_and_raw_scale(x1, x2, context)
+        h = call(block.t, x1, context, block._context)
+        return h, *block._halves(h, x2)
+
+    def _gain(self, raw: Tensor | None, *, log_det: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The gain, and its log if wanted."""
+        if raw is None or isinstance(self.block, AdditiveCoupling):
+            return None, None
+        return self.block.scale.with_log(raw) if log_det else (self.block.scale(raw), None)
 
     def _solve(
         self, y2: Tensor, g2: Tensor, shift: Tensor, gain: Tensor | None, kept: Tensor | None, into: Tensor | None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "drifts_of", "true_drift"]
+__all__ = ["Fingerprint", "drifts_of", "kernels", "true_drift"]
 
 _ODD, _OTHER = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
 
@@ -29,17 +29,20 @@ class Fingerprint:
 
     def of(self, x: Tensor, *, norm: bool = True) -> Tensor:
         """The two sums and, if wanted, the norm: shape `(batch, 3)` or `(batch, 2)`."""
-        flat = x.flatten(1)
-        size = flat.shape[1]
+        flat, fused = x.flatten(1), kernels(x)
+        if fused is None:
+            return sums(flat, self.signs_of(x), norm=norm)
+        return fused.sums(flat, self.signs_of(x))
+
+    def signs_of(self, x: Tensor) -> Tensor:
+        """The signs for activations of this size."""
+        size = x[0].numel()
         if (size, x.dtype) not in self.signs:
             mixed = torch.arange(size, device=x.device) * _ODD + self.counter * _OTHER
             for shift in (30, 27):
                 mixed = (mixed ^ (mixed >> shift)) * _ODD
             self.signs[size, x.dtype] = (((mixed >> 33) & 1) * 2 - 1).to(x.dtype)
-        signs = self.signs[size, x.dtype]
-        kernel = _kernel() if x.is_cuda else None
-        found = sums(flat, signs, norm=norm) if kernel is None else kernel(flat, signs)
-        return found if norm else found[:, :2]
+        return self.signs[size, x.dtype]
 
 
 def sums(flat: Tensor, signs: Tensor, *, norm: bool = True) -> Tensor:
@@ -51,13 +54,17 @@ def sums(flat: Tensor, signs: Tensor, *, norm: bool = True) -> Tensor:
     return torch.cat((halves, _norms(flat)[:, None]), 1) if norm else halves
 
 
-@functools.cache
-def _kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The same in one pass over the activation, where Triton works: torch's operations take seven."""
-    try:
-        from bilip.reversible.fused import sums as fused
+def kernels(x: Tensor) -> Any:
+    """`bilip.reversible.fused` where Triton works, else `None`: there the operations of torch take many passes for one."""
+    return _kernels() if x.is_cuda else None
 
-        fused(torch.zeros(1, 2, device="cuda"), torch.ones(2, device="cuda"))
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        from bilip.reversible import fused
+
+        fused.sums(torch.zeros(1, 2, device="cuda"), torch.ones(2, device="cuda"))
     except Exception:  # not installed, no compiler, a GPU it does not know: torch's operations are right everywhere
         return None
     return fused
@@ -69,7 +76,9 @@ def drifts_of(before: list[Tensor], after: list[Tensor]) -> Tensor:
     What is not finite has drifted infinitely far.
     """
     known = torch.stack(before)
-    return _relative((torch.stack(after)[..., :2] - known[..., :2]).square().sum(2).sqrt(), known[..., 2])
+    return _relative(
+        (torch.stack([one[:, :2] for one in after]) - known[..., :2]).square().sum(2).sqrt(), known[..., 2]
+    )
 
 
 def true_drift(x: Tensor, known: Tensor) -> Tensor:

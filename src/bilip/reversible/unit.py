@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bilip.blocks import Bijection
+from bilip.reversible.fingerprint import Fingerprint
 
-__all__ = ["Generic", "Grads", "Kept", "Pulled", "Rearranging", "Unit", "leaf", "pull"]
+__all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "pull"]
 
 Grads = dict[nn.Parameter, Tensor]
 
@@ -29,12 +31,28 @@ class Pulled:
         grad: Gradient with respect to it.
         parameters: Gradients with respect to the parameters of the unit.
         context: Gradient with respect to the context, if it is wanted.
+        print: Fingerprint of x, where it came along for nothing.
     """
 
     x: Tensor
     grad: Tensor
     parameters: Grads = field(default_factory=dict)
     context: Tensor | None = None
+    print: Tensor | None = None
+
+
+class Ran(NamedTuple):
+    """What `run` gives.
+
+    Attributes:
+        y: The output.
+        log_det: If wanted, the log-determinant, of shape `(batch,)` or a number for all.
+        print: If wanted, the fingerprint of the input.
+    """
+
+    y: Tensor
+    log_det: Tensor | None = None
+    print: Tensor | None = None
 
 
 class Unit(ABC):
@@ -58,12 +76,20 @@ class Unit(ABC):
         return (self.block,)
 
     def run(
-        self, x: Tensor, context: Tensor | None, *, log_det: bool, own: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output and, if wanted, log-determinant, of shape `(batch,)` or a number for all."""
-        if log_det:
-            return (self.block.inverse_and_log_det if self.inverse else self.block.forward_and_log_det)(x, context)
-        return (self.block.inverse if self.inverse else self.block)(x, context), None
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        *,
+        log_det: bool,
+        own: bool = False,
+        mark: Fingerprint | None = None,
+    ) -> Ran:
+        """The output, from one end of the chain to the other."""
+        seen = None if mark is None else mark.of(x)
+        if not log_det:
+            return Ran((self.block.inverse if self.inverse else self.block)(x, context), None, seen)
+        y, log = (self.block.inverse_and_log_det if self.inverse else self.block.forward_and_log_det)(x, context)
+        return Ran(y, log, seen)
 
     def undo(self, y: Tensor, context: Tensor | None) -> Tensor:
         """The input that belongs to an output."""
@@ -78,6 +104,7 @@ class Unit(ABC):
         grad_log: Tensor | None,
         known: Tensor | None,
         own: bool = False,
+        mark: Fingerprint | None = None,
     ) -> Pulled:
         """Input and gradient from output and gradient; `known` is the input where it was kept."""
 
@@ -91,12 +118,12 @@ class Generic(Unit):
         super().__init__(name, block, inverse=inverse)
         self.stores = not block.closed_form
 
-    def back(self, y, context, grad, grad_log, known, own=False):
+    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
         x = self.undo(y, context).detach() if known is None else known
         with torch.enable_grad():
             point = x.detach().requires_grad_()
             given = leaf(context)
-            z, log_det = self.run(point, given, log_det=grad_log is not None)
+            z, log_det, _ = self.run(point, given, log_det=grad_log is not None)
             outputs, grads = [z], [grad]
             if log_det is not None and grad_log is not None and log_det.requires_grad:
                 outputs.append(log_det)
@@ -109,7 +136,7 @@ class Rearranging(Unit):
 
     rearranges = True
 
-    def back(self, y, context, grad, grad_log, known, own=False):
+    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
         return Pulled(self.undo(y, context) if known is None else known, self.undo(grad, context))
 
 
@@ -125,16 +152,17 @@ class Kept(Unit):
         size = math.prod(shape)
         return x[:, :size].unflatten(1, shape), x[:, size:]
 
-    def run(self, x, context, *, log_det, own=False):
+    def run(self, x, context, *, log_det, own=False, mark=None):
+        seen = None if mark is None else mark.of(x)
         kept, rest = self._split(x, self.entered)
-        y, log = self.inner.run(kept, context, log_det=log_det)
-        return torch.cat((y.flatten(1), rest), 1), log
+        y, log, _ = self.inner.run(kept, context, log_det=log_det)
+        return Ran(torch.cat((y.flatten(1), rest), 1), log, seen)
 
     def undo(self, y, context):
         kept, rest = self._split(y, self.left)
         return torch.cat((self.inner.undo(kept, context).flatten(1), rest), 1)
 
-    def back(self, y, context, grad, grad_log, known, own=False):
+    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
         (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
         inner = self.inner.back(
             y, context, grad, grad_log, None if known is None else self._split(known, self.entered)[0]

@@ -139,9 +139,18 @@ class CapturedStep:
         return found
 
     def _gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
-        self.step.optimizer.zero_grad(set_to_none=False)
+        for parameter in self.grads:  # so that the first gradient of each is taken over as it is, not added to zeros
+            parameter.grad = None
         with noting(self.flags):
-            return self.step.gradients(step, batch)
+            found = self.step.gradients(step, batch)
+        new = [(static, p.grad) for p, static in self.grads.items() if p.grad is not None]
+        if new:
+            torch._foreach_copy_([static for static, _ in new], [grad for _, grad in new])
+        for parameter, static in self.grads.items():
+            if parameter.grad is None:
+                static.zero_()
+            parameter.grad = static
+        return found
 
     def _capture(self, key: object, step: int, batch: Batch) -> bool:
         """Capture this kind of step; False where it cannot be, and steps stay eager from then on."""
