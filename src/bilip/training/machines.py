@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,8 +35,7 @@ def launch(settings: Settings) -> Any:
     if device == "cuda" and settings.devices > torch.cuda.device_count():
         raise InputError(f"devices={settings.devices}: torch sees {torch.cuda.device_count()} CUDA devices here.")
     several = settings.devices * settings.nodes > 1
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_advice():
         warnings.filterwarnings("ignore", module="lightning")
         fabric = Fabric(
             accelerator=device,
@@ -45,6 +46,17 @@ def launch(settings: Settings) -> Any:
         )
         fabric.launch()
     return fabric
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Lightning would tell in every process that products could be rounded to TF32: of all things, not here."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def own_rows(batch: Tensor, fabric: Any) -> Tensor:
