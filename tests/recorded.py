@@ -2,11 +2,13 @@
 
 A graph is the list of the operators that ran while it was recorded, with the very tensors they read and wrote. A replay runs them
 again on those tensors: whatever Python had computed in between is frozen, as on a GPU. What a GPU forbids while it records raises
-here too: looking at numbers, copying from the host, generators it does not know. Not played: memory that a graph uses twice, streams.
+here too: looking at numbers, copying from the host, generators it does not know, work on another stream that nobody has waited for.
+Not played: memory that a graph uses twice, and that streams run at the same time.
 """
 
 import contextlib
 import sys
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,8 +97,21 @@ def detached(args, kwargs):
 
 
 class Stream:
+    """Work runs when it is asked for; what is watched is that a recording ends with none that nobody has waited for."""
+
+    busy: ClassVar = set()
+
+    def __init__(self, device=None):
+        self.device = device
+
     def wait_stream(self, other):
-        pass
+        Stream.busy.discard(other)
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    yield
+    Stream.busy.add(stream)
 
 
 def play_graphs_on_the_cpu(monkeypatch):
@@ -106,9 +121,12 @@ def play_graphs_on_the_cpu(monkeypatch):
     @contextlib.contextmanager
     def graph(graph):
         recording.append(graph)
+        Stream.busy.clear()
         try:
             with Recorder(graph):
                 yield
+                if Stream.busy:
+                    raise RuntimeError("capture ended with unjoined work")
         except BaseException:
             graph.calls.clear()
             raise
@@ -132,7 +150,7 @@ def play_graphs_on_the_cpu(monkeypatch):
         "graph": graph,
         "Stream": Stream,
         "current_stream": Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
+        "stream": on_stream,
         "set_stream": lambda stream: None,
         "synchronize": lambda: None,
     }.items():

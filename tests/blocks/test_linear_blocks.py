@@ -137,3 +137,17 @@ def test_inverse_by_products_for_captured_steps(condition):
     true, found = torch.linalg.inv(weight.double()), _newton(weight)
     assert float((found - true).norm() / true.norm()) < 1e-6
     assert torch.allclose(_newton(weight[0]), found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverse_by_products_minds_neither_autocast_nor_tf32(dtype, monkeypatch):
+    from bilip.blocks import conv1x1
+
+    weight = torch.linalg.qr(torch.randn(8, 4, 4, dtype=torch.float64))[0].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(conv1x1._newton(weight), weight.mT, atol=1e-6)
+    monkeypatch.setattr(conv1x1, "_tf32", lambda: True)
+    seen = []
+    monkeypatch.setattr(torch, "baddbmm", lambda x, *args, **options: seen.append(x.dtype) or torch.sub(x, 0))
+    conv1x1._newton(weight)
+    assert set(seen) == {torch.float64}

@@ -53,12 +53,13 @@ def test_coupling(fused, device, kind, inverse, swap):
     assert close(state, y)
     assert close(seen, sums(x.flatten(1), signs), 1e-12)
     assert SCALES[kind] is None or close(logs, log)
-    for with_log, watched in itertools.product((False, True), (False, True)):
-        loss = (y2 * g[:, moved]).sum() + ((g_log * log).sum() if with_log else 0)
+    for with_log, watched, expanded in itertools.product((False, True), repeat=3):
+        given = g_log[:1].expand(batch) if expanded else g_log
+        loss = (y2 * g[:, moved]).sum() + ((given * log).sum() if with_log else 0)
         true = torch.autograd.grad(loss, inputs, retain_graph=True)
         state = y.clone()
         g_h, g_x, seen = fused.uncouple(
-            state, h, g, g_log if with_log else None, SCALES[kind], place, signs if watched else None, inverse=inverse
+            state, h, g, given if with_log else None, SCALES[kind], place, signs if watched else None, inverse=inverse
         )
         assert close(state, x, 1e-4)  # through a gain of 1e-2
         assert close(g_h, true[1])
@@ -89,8 +90,9 @@ def test_shift(fused, device, shape, before):
 
 @pytest.mark.parametrize("coupling", ["additive", "affine"])
 @pytest.mark.parametrize("guard", [None, Guard(spot_check=1)])
+@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])  # the gradient of a sum is one number, expanded
 @pytest.mark.parametrize("inverse", [False, True])
-def test_a_walk_has_the_stored_gradient(device, coupling, guard, inverse):
+def test_a_walk_has_the_stored_gradient(device, coupling, guard, inverse, reduce):
     """In float32, which the kernels are for; on a CPU the same walk without them."""
     torch.manual_seed(0)
     model = models.glow((3, 8, 8), levels=2, blocks=3, hidden=8, coupling=coupling).to(device)
@@ -103,6 +105,6 @@ def test_a_walk_has_the_stored_gradient(device, coupling, guard, inverse):
     found = []
     for bijection in (model, Reversible(model, guard=guard)):
         z, log_det = (bijection.inverse_and_log_det if inverse else bijection.forward_and_log_det)(x)
-        loss = (z.flatten(1).square().sum(1) / 2 - log_det).mean()
+        loss = reduce(z.flatten(1).square().sum(1) / 2) - reduce(log_det)
         found.append(torch.autograd.grad(loss, [x, *model.parameters()]))
     assert angle(found[1], found[0]) < 1e-4

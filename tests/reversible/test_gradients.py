@@ -224,6 +224,14 @@ def test_autocast_keeps_the_state_in_float32(device):
         loss.backward()
         found.append([p.grad.clone() for p in model.parameters()])
     assert angle(*found) < 1e-3
+    names = [name for name, _ in model.named_parameters()]
+    mixed = [
+        k
+        for k, name in enumerate(names)
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), blocks.InvertibleConv1x1)
+    ]
+    assert mixed
+    assert max(angle([found[0][k]], [found[1][k]]) for k in mixed) < 1e-5  # no 16 bits outside of the nets
 
 
 def test_compiled_nets():

@@ -193,14 +193,25 @@ def _newton(weight: Tensor) -> Tensor:
     from $10^{-10}$ on, of matrices with condition numbers up to $10^5$, near 1 in half the steps that Newton's method takes without
     them. A captured step cannot look whether that was enough; the guard of a walk does.
     """
-    stack = weight.reshape(-1, *weight.shape[-2:])
-    x = stack.mT / (stack.mT @ stack).abs().sum(-1).amax(-1)[:, None, None]
-    for c in _FACTORS:
-        x = torch.baddbmm(x, x, stack @ x, beta=2 * c, alpha=-c)
-    exact, x = stack.double(), x.double()
-    for _ in range(2):
-        x = torch.baddbmm(x, x, exact @ x, beta=2, alpha=-1)
+    double = weight.dtype == torch.float64 or _tf32()  # 16 bits, or the inputs of products in TF32, would not converge
+    with torch.autocast(weight.device.type, enabled=False):
+        exact = weight.reshape(-1, *weight.shape[-2:]).double()
+        stack = exact if double else exact.float()
+        x = stack.mT / (stack.mT @ stack).abs().sum(-1).amax(-1)[:, None, None]
+        for c in _FACTORS:
+            x = torch.baddbmm(x, x, stack @ x, beta=2 * c, alpha=-c)
+        x = x.double()
+        for _ in range(2):
+            x = torch.baddbmm(x, x, exact @ x, beta=2, alpha=-1)
     return x.to(weight.dtype).view(weight.shape)
+
+
+def _tf32() -> bool:
+    """Whether products on a GPU round their inputs to ten bits."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # set in another of torch's ways
+        return True
 
 
 def _newton_factors(low: float) -> list[float]:

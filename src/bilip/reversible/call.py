@@ -66,24 +66,25 @@ class Call:
         logs: list[Tensor] = []
         stored: list[Tensor] = []
         own = False
-        for k in range(len(self.units)):
-            unit = self.prepared.unit(k, log_det=self.log_det)
-            if not self.checkpoint:
-                self.prepared.before_the_walk(k, x)
-            keeps = unit.stores or k in anchors
-            if keeps:
-                self.kept.append(k)
-                stored.append(x)
-            own = own and not keeps and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
-            mark = None if keeps or not k or unit.rearranges else self.fingerprint  # to move entries changes no drift
-            x, log, seen = unit.run(x, context, log_det=self.log_det, own=own, mark=mark)
-            own = unit.fresh
-            if seen is not None:
-                self.prints[k] = seen
-            self.draws[k] = self.seeds.moved(k) or self.draws[k]
-            if log is not None:
-                logs.append(log)
-        self.prepared.done()
+        with self.prepared:
+            for k in range(len(self.units)):
+                unit = self.prepared.unit(k, log_det=self.log_det)
+                if not self.checkpoint:
+                    self.prepared.before_the_walk(k, x)
+                keeps = unit.stores or k in anchors
+                if keeps:
+                    self.kept.append(k)
+                    stored.append(x)
+                own = own and not keeps and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
+                marked = k and not keeps and not unit.rearranges  # to move entries around changes no drift
+                mark = self.fingerprint if marked else None
+                x, log, seen = unit.run(x, context, log_det=self.log_det, own=own, mark=mark)
+                own = unit.fresh
+                if seen is not None:
+                    self.prints[k] = seen
+                self.draws[k] = self.seeds.moved(k) or self.draws[k]
+                if log is not None:
+                    logs.append(log)
         self.versions = versions_of(self.bijection)
         return x, _total(logs, x) if self.log_det else None, stored
 
@@ -92,11 +93,8 @@ class Call:
     def pull(self, back: Backward) -> tuple[Tensor, Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
         self._require_unchanged()
-        try:
-            with modes_again(self.modes):
-                return self._pull(back)
-        finally:
-            self.prepared.done()
+        with self.prepared, modes_again(self.modes):
+            return self._pull(back)
 
     def _pull(self, back: Backward) -> tuple[Tensor, Sum]:
         watch = self.watch
@@ -143,8 +141,9 @@ class Call:
         known: Tensor | None,
         own: bool = False,
         mark: Fingerprint | None = None,
+        inverses: bool = True,
     ) -> Pulled:
-        unit = self.prepared.unit(k, inverses=True)
+        unit = self.prepared.unit(k, inverses=inverses)
         if known is None and unit.twice and self.draws[k]:  # the same numbers for the inverse and the second evaluation
             with torch.no_grad(), self.seeds.again(k), self.conditions.again(), frozen_statistics(self.norms[k]):
                 known = unit.undo(y, back.context)
@@ -214,7 +213,7 @@ class Call:
             with torch.no_grad():
                 states += (self._again(k, states[-1], back.context) for k in range(begin, stop - 1))
             for k in reversed(range(begin, stop)):
-                pulled = self._back(k, y, back, grad, states[k - begin])
+                pulled = self._back(k, y, back, grad, states[k - begin], inverses=back.grad_log is not None)
                 result.add(pulled)
                 y, grad = pulled.x, pulled.grad
             stop = begin

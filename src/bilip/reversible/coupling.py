@@ -85,8 +85,7 @@ class Coupling(Unit):
             outputs.append(log_gain)
             grads.append((sign * grad_log).view(-1, *[1] * (log_gain.ndim - 1)).expand_as(log_gain).to(log_gain.dtype))
         pulled = pull(y1, outputs, grads, point, block, given)
-        known = y if in_place else known
-        x = block.partition.merge(y1, x2) if known is None else known
+        x = y if in_place else block.partition.merge(y1, x2) if known is None else known
         with torch.no_grad():
             g_x = self._merged(grad, g1, pulled.grad, g2, gain, own=own)
         return Pulled(x, g_x, pulled.parameters, pulled.context)

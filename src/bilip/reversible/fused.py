@@ -47,7 +47,7 @@ def couple(
         inverse: Subtract and divide, instead of multiply and add.
     """
     found = None if signs is None else _prints(x)
-    logs = None if scale is None else torch.empty(len(x), device=x.device)
+    logs = None if scale is None else x.new_empty(len(x))
     _launch(_couple, x, x, h, *_options(scale, h), place, signs, found, logs, (x[0].numel() + 1) // 2, inverse)
     return found, logs
 
@@ -70,6 +70,7 @@ def uncouple(
         the state that was recovered.
     """
     g_h, g_x = torch.empty_like(h), torch.empty_like(grad)
+    grad_log = None if grad_log is None else grad_log.contiguous()  # that of a sum is one number, expanded
     found = None if signs is None else _prints(y)
     half = (y[0].numel() + 1) // 2
     _launch(_uncouple, y, y, h, grad, grad_log, g_h, g_x, *_options(scale, h), place, signs, found, half, inverse)

@@ -74,7 +74,7 @@ class Mixing(Unit):
 
     def back(self, y, context, grad, grad_log, known, own=False, mark=None):
         seen = None
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):  # autocast is for nets
             if self.inverse:  # y = M^-1 x - b, so x = M u with u = y + b
                 u = self._shifted(y, 1)[0]
                 x = self._mix(self.matrix, u) if known is None else known

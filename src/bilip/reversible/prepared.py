@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,8 @@ WINDOW = 16  # so many 1x1 convolutions have their matrices at hand at a time
 
 
 class Prepared:
-    """The units of a walk with their matrices at hand. Only one window has them at a time: memory does not grow with depth.
+    """The units of a walk with their matrices at hand. Only one window has them at a time: memory does not grow with depth. As a
+    context, it lets go of them at the end.
 
     In a CUDA graph the inverse matrices of the next window are found aside, on a stream of their own: they are many small products, one
     after the other, beside which the GPU has time for the walk.
@@ -34,7 +36,13 @@ class Prepared:
         self.window = {k: w for w, span in enumerate(self.windows) for k in span}
         self.ready: tuple[int, bool, bool] | None = None
         self.solved: dict[int, list[Tensor]] = {}  # of windows to come
-        self.aside: torch.cuda.Stream | None = None
+        self.under_way: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.done()
 
     def unit(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Unit:
         """Unit `k`, ready."""
@@ -67,20 +75,27 @@ class Prepared:
     def _begin(self, window: int, x: Tensor) -> None:
         if window < 0 or window in self.solved or not capturing(x) or not mixings(self._span(window)):
             return
-        self.aside = self.aside or torch.cuda.Stream()
-        self.aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.aside):
+        self.under_way = _aside(x.device)
+        self.under_way.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self.under_way):
             self.solved[window] = solve(self._span(window))
 
     def _inverses(self, window: int) -> list[Tensor]:
         return self.solved.pop(window) if window in self.solved else solve(self._span(window))
 
     def _join(self) -> None:
-        if self.aside is not None:
-            torch.cuda.current_stream().wait_stream(self.aside)
+        if self.under_way is not None:
+            torch.cuda.current_stream(self.under_way.device).wait_stream(self.under_way)
+            self.under_way = None
 
     def _span(self, window: int) -> list[Unit]:
         return [self.units[k] for k in self.windows[window]]
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """One for all: every stream that multiplies keeps memory of its own for it."""
+    return torch.cuda.Stream(device)
 
 
 def windows(units: Sequence[Unit]) -> list[range]:

@@ -139,13 +139,16 @@ class CapturedStep:
         return found
 
     def _gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
-        for parameter in self.grads:  # so that the first gradient of each is taken over as it is, not added to zeros
+        for parameter in (
+            self.step.objective.parameters()
+        ):  # so that the first gradient of each is taken over as it is, not added to zeros
             parameter.grad = None
         with noting(self.flags):
             found = self.step.gradients(step, batch)
         new = [(static, p.grad) for p, static in self.grads.items() if p.grad is not None]
         if new:
-            torch._foreach_copy_([static for static, _ in new], [grad for _, grad in new])
+            grads = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
+            torch._foreach_copy_([static for static, _ in new], grads)
         for parameter, static in self.grads.items():
             if parameter.grad is None:
                 static.zero_()
