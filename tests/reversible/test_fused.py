@@ -1,25 +1,35 @@
-"""The kernels for GPUs give what torch's operations give: `--device cuda`."""
+"""The kernels for GPUs give what torch's operations give. On a CPU Triton's interpreter plays them."""
 
+import contextlib
 import itertools
+import os
 
 import pytest
 import torch
 
 from bilip import Guard, Reversible, models
 from bilip.blocks.scale import SigmoidScale
-from bilip.reversible import angle
-from bilip.reversible.fingerprint import Fingerprint, kernels, sums
+from bilip.reversible import angle, coupling, fingerprint, mixing
+from bilip.reversible.fingerprint import Fingerprint, sums
 
 SCALES = {"additive": None, "sigmoid": (0.0, 1.0, 2.0), "half": (0.5, 1.0, 2.0), "floored": (1e-6, 1 + 1e-6, 0.0)}
 
 
 @pytest.fixture
-def fused(device):
-    if device.type != "cuda":
-        pytest.skip("the kernels run on a GPU: --device cuda")
-    found = kernels(torch.zeros(1, device=device))
-    assert found is not None, "Triton does not work here"
-    return found
+def fused(device, monkeypatch):
+    """The kernels, and everything that asks for them gets them."""
+    if device.type == "cuda":
+        found = fingerprint.kernels(torch.zeros(1, device=device))
+        assert found is not None, "Triton does not work here"
+        return found
+    os.environ["TRITON_INTERPRET"] = "1"  # read once, when a kernel is defined
+    pytest.importorskip("triton")
+    from bilip.reversible import fused
+
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    for module in (fingerprint, mixing, coupling):
+        monkeypatch.setattr(module, "kernels", lambda x: fused)
+    return fused
 
 
 def close(a, b, tolerance=2e-5):
@@ -88,23 +98,44 @@ def test_shift(fused, device, shape, before):
         assert close(seen, sums((x if before else true).flatten(1), signs), 1e-12)
 
 
-@pytest.mark.parametrize("coupling", ["additive", "affine"])
-@pytest.mark.parametrize("guard", [None, Guard(spot_check=1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 2), (16, 3072), (7, 12289), (200, 5)])
+def test_fingerprints(fused, device, rows, size, dtype):
+    x = torch.randn(rows, size, device=device).to(dtype)
+    x[0] *= 1e3 if dtype == torch.float16 else 1e20
+    signs = Fingerprint(torch.tensor(5, device=device))
+    found = signs.of(x)
+    reference = sums(x.double(), signs.signs_of(x).double())
+    assert found.shape == (rows, 3)
+    assert bool(((found - reference).abs() <= 1e-12 * size**0.5 * reference[:, 2:]).all())
+    x[0, -1] = torch.nan
+    assert bool(signs.of(x)[0].isnan().any())
+
+
 @pytest.mark.parametrize("reduce", [torch.mean, torch.sum])  # the gradient of a sum is one number, expanded
 @pytest.mark.parametrize("inverse", [False, True])
-def test_a_walk_has_the_stored_gradient(device, coupling, guard, inverse, reduce):
-    """In float32, which the kernels are for; on a CPU the same walk without them."""
-    torch.manual_seed(0)
-    model = models.glow((3, 8, 8), levels=2, blocks=3, hidden=8, coupling=coupling).to(device)
+@pytest.mark.parametrize("guard", [None, Guard(spot_check=1)])
+@pytest.mark.parametrize("kind", ["additive", "affine", "affine, vectors"])
+def test_a_walk_has_the_stored_gradient(fused, device, monkeypatch, kind, guard, inverse, reduce):
+    used = []
+    for name in ("couple", "uncouple"):
+        whole = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, whole=whole, name=name, **o: used.append(name) or whole(*a, **o))
+    if kind == "affine, vectors":
+        model, shape = models.real_nvp(6, blocks=4, hidden=(8,)).to(device), (4, 6)
+    else:
+        shape = (4, 3, 8, 8)
+        model = models.glow(shape[1:], levels=2, blocks=2, hidden=8, coupling=kind).to(device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-        model(torch.randn(16, 3, 8, 8, device=device))
-    x = torch.randn(16, 3, 8, 8, device=device, requires_grad=True)
-    x = model(x).detach().requires_grad_() if inverse else x
+        x = torch.randn(shape, device=device)
+        x = model(x) if inverse else x
+    x.requires_grad_()
     found = []
     for bijection in (model, Reversible(model, guard=guard)):
         z, log_det = (bijection.inverse_and_log_det if inverse else bijection.forward_and_log_det)(x)
         loss = reduce(z.flatten(1).square().sum(1) / 2) - reduce(log_det)
         found.append(torch.autograd.grad(loss, [x, *model.parameters()]))
-    assert angle(found[1], found[0]) < 1e-4
+    assert angle(found[1], found[0]) < 1e-5
+    assert set(used) == {"couple", "uncouple"}

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 __all__ = ["couple", "shift", "sums", "uncouple"]
