@@ -4,6 +4,9 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: kernels for GPUs are played on the CPU
+
 # The same examples on every run, so that one commit is either green or red; `make soak` searches with fresh ones.
 hypothesis.settings.register_profile("same", max_examples=40, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)

@@ -73,12 +73,12 @@ def test_imports_go_down_only(path):
 
 
 def test_light_core():
-    """The core needs torch, numpy and scipy; everything else is imported where it is used."""
+    """The core needs torch, numpy and scipy; everything else is imported where it is used, as is the file with kernels for GPUs."""
     allowed = {"torch", "numpy", "scipy", "bilip"}
     import sys
 
     for path in FILES:
-        if room_of(path) in ("cli", "report", "figures", "training", "recipes", "adapters"):
+        if room_of(path) in ("cli", "report", "figures", "training", "recipes", "adapters") or path.name == "fused.py":
             continue
         for node in ast.parse(path.read_text()).body:
             names = []

@@ -184,8 +184,7 @@ def _couple(
     if signs is not None:
         _store_print(found, row, first, second, square)
     if affine:
-        total = tl.sum(log, axis=0)
-        tl.store(logs + row, -total if inverse else total)
+        tl.store(logs + row, tl.sum(-log if inverse else log, axis=0))
 
 
 @triton.jit
