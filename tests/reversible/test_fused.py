@@ -43,7 +43,8 @@ def test_coupling(fused, device, kind, inverse, swap):
     g_log = torch.randn(batch, device=device)
     h = torch.randn(batch, c2 if SCALES[kind] is None else 2 * c2, pixels, device=device)
     moved, place = (slice(0, c2), 0) if swap else (slice(c1, None), c1 * pixels)
-    signs = Fingerprint(torch.tensor(3, device=device)).signs_of(x)
+    mark = Fingerprint(torch.tensor(3, device=device))
+    signs, halves = mark.signs_of(x), mark.halves_of(x)
 
     inputs = [t.double().requires_grad_() for t in (x, h)]
     x2, log = inputs[0][:, moved], torch.zeros(batch, dtype=torch.float64, device=device)
@@ -59,7 +60,7 @@ def test_coupling(fused, device, kind, inverse, swap):
     state = x.clone()
     seen, logs = fused.couple(state, h, SCALES[kind], place, signs, inverse=inverse)
     assert close(state, y)
-    assert close(seen, sums(x.flatten(1), signs), 1e-12)
+    assert close(seen, sums(x.flatten(1), halves), 1e-12)
     assert SCALES[kind] is None or close(logs, log)
     for with_log, watched, expanded in itertools.product((False, True), repeat=3):
         given = g_log[:1].expand(batch) if expanded else g_log
@@ -73,7 +74,7 @@ def test_coupling(fused, device, kind, inverse, swap):
         assert close(g_h, true[1])
         assert close(g_x[:, moved], true[0][:, moved])
         assert (seen is None) == (not watched)
-        assert seen is None or close(seen, sums(state.flatten(1), signs), 1e-12)
+        assert seen is None or close(seen, sums(state.flatten(1), halves), 1e-12)
 
 
 @pytest.mark.parametrize("value", [-1e4, -200.0, -90.0, 90.0, 200.0, 1e4, torch.nan])
@@ -88,12 +89,12 @@ def test_extreme_scales(fused, device, value):
 @pytest.mark.parametrize("shape", [(3, 5), (4, 12, 16, 16), (2, 3, 7)])
 def test_shift(fused, device, shape, before):
     x, bias = torch.randn(shape, device=device), torch.randn(shape[1], device=device)
-    signs = Fingerprint(torch.tensor(3, device=device)).signs_of(x)
+    mark = Fingerprint(torch.tensor(3, device=device))
     for sign in (1, -1):
-        out, seen = fused.shift(x, bias, sign, signs, before=before)
+        out, seen = fused.shift(x, bias, sign, mark.signs_of(x), before=before)
         true = x + sign * bias.view(-1, *[1] * (len(shape) - 2))
         assert torch.equal(out, true)
-        assert close(seen, sums((x if before else true).flatten(1), signs), 1e-12)
+        assert close(seen, sums((x if before else true).flatten(1), mark.halves_of(x)), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
@@ -103,7 +104,7 @@ def test_fingerprints(fused, device, rows, size, dtype):
     x[0] *= 1e3 if dtype == torch.float16 else 1e20
     signs = Fingerprint(torch.tensor(5, device=device))
     found = signs.of(x)
-    reference = sums(x.double(), signs.signs_of(x).double())
+    reference = sums(x, signs.halves_of(x))
     assert found.shape == (rows, 3)
     assert bool(((found - reference).abs() <= 1e-12 * size**0.5 * reference[:, 2:]).all())
     x[0, -1] = torch.nan

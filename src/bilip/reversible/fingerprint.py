@@ -26,12 +26,13 @@ class Fingerprint:
     def __init__(self, counter: Tensor) -> None:
         self.counter = counter.clone()
         self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.halves: dict[int, Tensor] = {}
 
     def of(self, x: Tensor, *, norm: bool = True) -> Tensor:
         """The two sums and, if wanted, the norm: shape `(batch, 3)` or `(batch, 2)`."""
         flat, fused = x.flatten(1), kernels(x)
         if fused is None:
-            return sums(flat, self.signs_of(x), norm=norm)
+            return sums(flat, self.halves_of(x), norm=norm)
         return fused.sums(flat, self.signs_of(x))
 
     def signs_of(self, x: Tensor) -> Tensor:
@@ -44,14 +45,20 @@ class Fingerprint:
             self.signs[size, x.dtype] = (((mixed >> 33) & 1) * 2 - 1).to(x.dtype)
         return self.signs[size, x.dtype]
 
+    def halves_of(self, x: Tensor) -> Tensor:
+        """The same as a matrix in float64, one column for each half."""
+        size = x[0].numel()
+        if size not in self.halves:
+            first = torch.arange(size, device=x.device) < (size + 1) // 2
+            self.halves[size] = self.signs_of(x).double()[:, None] * torch.stack((first, ~first), 1)
+        return self.halves[size]
 
-def sums(flat: Tensor, signs: Tensor, *, norm: bool = True) -> Tensor:
+
+def sums(flat: Tensor, halves: Tensor, *, norm: bool = True) -> Tensor:
     """What a fingerprint consists of, by torch's own operations."""
-    signed = flat * signs
-    if flat.shape[1] % 2:
-        signed = torch.nn.functional.pad(signed, (0, 1))
-    halves = signed.unflatten(1, (2, -1)).sum(2, dtype=torch.float64)
-    return torch.cat((halves, _norms(flat)[:, None]), 1) if norm else halves
+    exact = flat.double()
+    found = exact @ halves
+    return torch.cat((found, _norms(exact)[:, None]), 1) if norm else found
 
 
 def kernels(x: Tensor) -> Any:
@@ -88,7 +95,7 @@ def true_drift(x: Tensor, known: Tensor) -> Tensor:
 
 def _norms(flat: Tensor) -> Tensor:
     """Of each sample, in float64: in float32 the squares of 1e20 overflow."""
-    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+    return torch.linalg.vector_norm(flat.double(), dim=1)
 
 
 def _relative(apart: Tensor, size: Tensor) -> Tensor:
