@@ -253,6 +253,23 @@ def test_cached_weight_is_never_stale():
         assert layer.held_weight() is not layer.held_weight()
 
 
+def test_frozen_weights_are_cached_with_gradients_on():
+    layer = HeldLinear(4, 4, coefficient=0.5).eval().requires_grad_(False)
+    first, x = layer.held_weight(), torch.randn(3, 4, requires_grad=True)
+    assert layer.held_weight() is first
+    assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0][0], first.sum(0))
+    layer.weight.mul_(-1)
+    assert torch.equal(layer.held_weight(), -first)
+    layer.requires_grad_(True)
+    assert layer.held_weight().requires_grad
+    tangent = torch.randn(4, 4)
+    with torch.autograd.forward_ad.dual_level():
+        layer.requires_grad_(False)
+        dual = torch.autograd.forward_ad.make_dual(layer.weight.detach(), tangent)
+        moved = torch.func.functional_call(layer, {"weight": dual}, (torch.eye(4),))
+        assert torch.autograd.forward_ad.unpack_dual(moved).tangent is not None
+
+
 def test_smallest_singular_value_of_a_singular_matrix_is_zero():
     assert smallest_singular_value(torch.ones(3, 3)) == 0.0
 

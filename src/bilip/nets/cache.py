@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from bilip._capture import capturing
 
@@ -27,7 +28,8 @@ def reusing() -> Iterator[None]:
 
 
 class EvalCache:
-    """Keeps `compute(weight)` in evaluation mode under `no_grad`, for as long as `weight` holds the same numbers.
+    """Keeps `compute(weight)` in evaluation mode, for as long as `weight` holds the same numbers and no gradient goes to it: under
+    `no_grad`, or where it is frozen.
 
     The key is the values themselves, not a version counter: writing through `weight.data` moves no counter.
     """
@@ -42,7 +44,8 @@ class EvalCache:
 
     def get_all(self, owner: nn.Module, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
         """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
-        if (owner.training and not _REUSING.get()) or torch.is_grad_enabled() or not is_plain(weight):
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if (owner.training and not _REUSING.get()) or learns or not is_plain(weight):
             self._key, self._values = None, {}
             return [compute(weight) for compute in computes]
         key = self._key
@@ -66,5 +69,7 @@ def is_plain(weight: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a compiler or torch.func is at work."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+    """Whether a compiler, torch.func or forward mode is at work."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]

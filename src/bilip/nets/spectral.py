@@ -136,13 +136,14 @@ class HeldConv2d(nn.Conv2d):
 def held_together(layers: Iterable[HeldLinear]) -> Iterator[None]:
     """Inside, the norms of layers of one size are computed in one go: on a device, each launch counts.
 
-    Only where they would be computed anew anyway: with gradients, and outside of transforms. Every layer keeps a graph of its own.
+    Only where they would be computed anew anyway: with gradients to them, and outside of transforms. Every layer keeps a graph of its
+    own.
     """
     groups: dict[tuple[object, ...], list[HeldLinear]] = {}
     before = _TOGETHER.get()
     for layer in layers:
         weight = layer.weight
-        if layer not in before and layer.coefficient < math.inf and not weight.is_inference():
+        if layer not in before and layer.coefficient < math.inf and weight.requires_grad and not weight.is_inference():
             groups.setdefault((weight.shape, weight.dtype, weight.device, layer.coefficient), []).append(layer)
     found: dict[HeldLinear, _Known] = {}
     for group in groups.values():
