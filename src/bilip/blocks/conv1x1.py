@@ -25,8 +25,8 @@ class InvertibleConv1x1(Bijection):
 
     Its constants are $\mathrm{Lip}(F) = \|W\|_2$ and $\mathrm{Lip}(F^{-1}) = \|W^{-1}\|_2$.
 
-    The inverse matrix is solved for in float64. It is kept only in evaluation mode under `no_grad`, and only while
-    the parameters hold the very same numbers.
+    The inverse matrix is solved for in float64. It is kept only in evaluation mode where no gradient goes to the
+    parameters, and only while these hold the very same numbers.
 
     Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
 
