@@ -23,7 +23,7 @@ from bilip.objectives import Likelihood
 from bilip.probes import Attack
 from bilip.recipes.checkerboard_lines import ATTACK_RADIUS, TITLES, checkerboard_lines
 from bilip.recipes.config import require
-from bilip.recipes.plane import condition, grid, round_trip_errors, summary
+from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 from bilip.training import Task, load_weights, read_log, read_state
 
@@ -227,7 +227,7 @@ def measure(flow: Flow, held_out: Tensor, config: Config) -> tuple[dict[str, Any
     """Errors inside and outside of [-4, 4]^2 on a grid, the density there, and the test loss."""
     x = grid(EDGE, config.spacing, held_out.device)
     error, inside = round_trip_errors(flow.bijection, x), _inside(x)
-    density = torch.cat([flow.log_prob(part) for part in x.split(4096)]).exp()
+    density = torch.cat([flow.log_prob(part) for part in x.split(MOST)]).exp()
     predicted = torch.finfo(x.dtype).eps * (1 + x.double().norm(dim=1)) * condition(flow.bijection, x)
     ratio = error / predicted
     ratio = ratio[torch.isfinite(ratio)]

@@ -11,7 +11,9 @@ from torch import Tensor
 from bilip import Bijection
 from bilip.errors import NotConverged
 
-__all__ = ["condition", "grid", "round_trip_errors", "summary"]
+__all__ = ["MOST", "condition", "grid", "round_trip_errors", "summary"]
+
+MOST = 16384  # points at a time
 
 
 def grid(edge: float, spacing: float, device: str | torch.device = "cpu") -> Tensor:
@@ -29,8 +31,8 @@ def grid(edge: float, spacing: float, device: str | torch.device = "cpu") -> Ten
 @torch.no_grad()
 def round_trip_errors(model: Bijection, x: Tensor) -> Tensor:
     """|x - F^-1(F(x))| in the model's own dtype, its length in float64; NaN where an iterative inverse missed its tolerance."""
-    if len(x) > 4096:
-        return torch.cat([round_trip_errors(model, part) for part in x.split(4096)])
+    if len(x) > MOST:
+        return torch.cat([round_trip_errors(model, part) for part in x.split(MOST)])
     try:
         return (model.inverse(model(x)).double() - x.double()).norm(dim=1)
     except NotConverged:
