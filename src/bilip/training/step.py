@@ -139,10 +139,8 @@ class CapturedStep:
         return found
 
     def _gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
-        for parameter in (
-            self.step.objective.parameters()
-        ):  # so that the first gradient of each is taken over as it is, not added to zeros
-            parameter.grad = None
+        for parameter in self.step.objective.parameters():
+            parameter.grad = None  # the first gradient of each is taken over as it is, not added to zeros
         with noting(self.flags):
             found = self.step.gradients(step, batch)
         new = [(static, p.grad) for p, static in self.grads.items() if p.grad is not None]
