@@ -111,6 +111,19 @@ def test_samples_stop_on_their_own():
     assert seen[-1] == [1]
 
 
+def test_one_step_beyond_the_best_iterate_is_free():
+    y, seen = torch.ones(1, 1, dtype=D), []
+
+    def g(x, rows):
+        seen.append(x)
+        return 0.5 * x
+
+    solution = solve_fixed_point(g, y, torch.tensor([1e-3], dtype=D), method="plain")
+    assert len(seen) == int(solution.evaluations)
+    assert torch.equal(solution.x, y - 0.5 * seen[-1])
+    assert float((y - 1.5 * solution.x).abs()) == pytest.approx(0.5 * float(solution.residual), rel=1e-9)
+
+
 def test_not_a_number_ends_the_sample_only():
     y = torch.tensor([[1.0], [2.0]], dtype=D)
     solution = solve_fixed_point(

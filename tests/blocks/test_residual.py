@@ -68,6 +68,27 @@ def test_round_trips_at_the_tolerance_asked_for(dtype, tolerance):
     assert float(error.max()) <= tolerance + 10 * torch.finfo(dtype).eps * 10 / (1 - 0.9)
 
 
+@pytest.mark.parametrize("method", ["anderson", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_a_tolerance_little_is_left_but_rounding(dtype, method):
+    """So that the errors of a hundred blocks add up to a hundred roundings."""
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            random = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+            self.q = nn.Parameter(torch.linalg.qr(random)[0].to(dtype))
+
+        def forward(self, x):
+            return 0.9 * torch.tanh(x @ self.q.T) @ self.q
+
+    block = Residual(Declared(Slow(), lipschitz=0.9001)).eval()
+    y = 0.3 * torch.randn(500, 16, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    solution = block.solve(y, method=method)
+    assert float((solution.residual / (1 + y.double().norm(dim=1))).max()) <= 3 * torch.finfo(dtype).eps
+    assert int(solution.evaluations.max()) < (40 if method == "anderson" else 400)  # and no stall
+
+
 def test_status_for_each_sample_and_an_error_with_the_residual():
     block = make(3, c=0.99, max_evaluations=3).eval()
     y = torch.cat((torch.zeros(1, 4) + 1e-12, 5 * torch.randn(7, 4)))

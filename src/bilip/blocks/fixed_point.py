@@ -6,6 +6,9 @@ time.
 shrinks the residual less than plain iteration was seen to do is taken back, which costs one evaluation; after two
 such steps the sample goes on plainly. So the accelerated solver needs at most two evaluations more than the plain
 one, and mostly far fewer.
+
+What is returned is one plain step beyond the best iterate. It costs nothing, as $g$ is known there, and the error shrinks by
+the contraction factor once more.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class FixedPoint:
     """Where the iteration ended.
 
     Attributes:
-        x: The iterates with the smallest residuals.
-        residual: |y - x - g(x)| for each sample, as computed in the dtype of y.
+        x: One plain step from the iterates with the smallest residuals.
+        residual: |y - x - g(x)| of these iterates, before that step, as computed in the dtype of y.
         evaluations: Evaluations of g that each sample took.
     """
 
@@ -127,7 +130,7 @@ class _State:
         size = torch.where(torch.isfinite(size), size, torch.inf)
         self.evaluations[rows] += 1
         better = size < self.best_residual[rows]
-        self.best[rows[better]] = self.proposal[better]
+        self.best[rows[better]] = (self.proposal + r)[better]
         self.best_residual[rows] = torch.minimum(size, self.best_residual[rows])
         self.stalled = torch.where(better, 0, self.stalled + 1)
 
