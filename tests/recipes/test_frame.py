@@ -360,6 +360,21 @@ def test_the_readme_shows_the_results_that_are_committed(request):
         assert status(name, "quick", root / "results") != "not run"
 
 
+def test_the_table_has_the_smallest_and_the_largest_size(tmp_path):
+    folder = tmp_path / "coupling_depth"
+    reproduce("coupling_depth", out=folder, changes=["depth=10"])
+    document = read_json(folder / "ours.json")
+    quick = document["runs"]["quick"]
+    for size in ("gpu", "paper"):
+        lines = [line | {"ours": f"as {size}"} for line in quick["lines"]]
+        document["runs"] = {size: quick | {"lines": lines}, **document["runs"]}
+    write_json(folder / "ours.json", document)
+    table = readme_table(tmp_path)
+    assert "as paper" in table
+    assert "as gpu" not in table
+    assert table.index("`coupling_depth`](results/coupling_depth/ours.json), quick") < table.index("ours.json), paper")
+
+
 def test_the_table_goes_between_its_marks(tmp_path):
     (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     reproduce("coupling_depth", out=tmp_path / "results" / "coupling_depth", changes=["depth=10"])

@@ -179,11 +179,13 @@ def test_the_rules_of_the_regression():
     recipe, config = regression_2d.RECIPE, regression_2d.RECIPE.sizes["quick"]
 
     def holds(plain, regularized):
-        numbers = {"mse": 1e-6, "error_mean": 1e-6, "condition": 10.0}
+        numbers = {"mse": 1e-6, "error_mean": 1e-6, "condition": 10.0, "share_above_1": 0.25}
         parts = {part: Measured(numbers) for part in recipe.parts(config)}
-        parts["plain-10"] = Measured({"mse": 1e-6, "error_mean": plain[0], "condition": plain[1]})
-        parts["nf1e-08-10"] = Measured({"mse": 1e-6, "error_mean": regularized[0], "condition": regularized[1]})
-        return [line.holds for line in recipe.lines(config, {0: parts}) if line.holds is not None]
+        parts["plain-10"] = Measured(numbers | {"error_mean": plain[0], "condition": plain[1]})
+        parts["nf1e-08-10"] = Measured(numbers | {"error_mean": regularized[0], "condition": regularized[1]})
+        lines = recipe.lines(config, {0: parts})
+        assert [line.ours for line in lines if "points lost" in line.what] == 4 * ["25 %"]
+        return [line.holds for line in lines if line.holds is not None]
 
     assert holds((1.0, 1e10), (1e-5, 1e3)) == [True, True]
     assert holds((1.0, 1e10), (1e-3, 1e5)) == [False, False]

@@ -153,17 +153,22 @@ class Regression2D(Recipe):
                 lines.append(Line(f"{title}: condition number", "", _each(numbers, "condition")))
                 if kind == "plain":
                     continue
-                for quantity, least in orders.items():
-                    gains = [_orders(a, b, _FIELDS[quantity]) for a, b in zip(plain, numbers, strict=True)]
-                    lines.append(
+                gains = {q: [_orders(a, b, _FIELDS[q]) for a, b in zip(plain, numbers, strict=True)] for q in orders}
+                shown = {q: [f"{round(gain, 1) + 0.0:.1f}" for gain in each] for q, each in gains.items()}  # no -0.0
+                below = "orders of magnitude below no penalty"
+                if papers:
+                    lines += [
                         Line(
-                            f"{title}: {quantity.replace('_', ' ')}, orders of magnitude below no penalty",
-                            said[quantity] if papers else "",
-                            ", ".join(f"{round(gain, 1) + 0.0:.1f}" for gain in gains),  # + 0.0: no -0.0
-                            all(gain >= least for gain in gains) if papers else None,
-                            key=True,
+                            f"{title}: {q.replace('_', ' ')}, {below}",
+                            said[q],
+                            ", ".join(shown[q]),
+                            all(gain >= least for gain in gains[q]),
                         )
-                    )
+                        for q, least in orders.items()
+                    ]
+                else:
+                    both = "; ".join(map(" and ".join, zip(*shown.values(), strict=True)))
+                    lines.append(Line(f"{title}: error and condition number, {below}", "", both, key=True))
         return lines
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bilip.errors import InputError, RecordError
 from bilip.recipes.frame import names
+from bilip.recipes.recipe import SIZES
 from bilip.record import read_json, write_aside
 
 __all__ = ["readme_table", "status", "write_readme"]
@@ -47,11 +48,16 @@ def status(name: str, size: str, *roots: str | Path) -> str:
 
 
 def readme_table(results: str | Path) -> str:
-    """What was judged, as a Markdown table, from `results/*/ours.json`; a size that says the same as the one before is left out."""
+    """What was judged, as a Markdown table, from `results/*/ours.json`: the smallest and the largest size that were run, one of them
+    where both say the same.
+    """
     rows, notes = ["| recipe | statement | paper | ours, seed by seed | agrees |", "|---|---|---|---|---|"], []
     for name in names():
         before: list[dict[str, Any]] = []
-        for size, run in runs(name, results).items():
+        found = runs(name, results)
+        ran = [size for size in SIZES if size in found]
+        for size in dict.fromkeys(ran[:1] + ran[-1:]):
+            run = found[size]
             lines = [line for line in run["lines"] if line["holds"] is not None or line.get("key")]
             if lines == before:
                 continue
