@@ -1,11 +1,11 @@
 """Does a run that is killed and resumed end where an uninterrupted one ends?
 
-The flow of the checkerboard recipe's `quick` size is trained twice without interruption, and once killed (SIGKILL) at a random moment and
-resumed, as often as asked. On a CPU all must end with the same bits; on a GPU, where sums are added in any order, what counts is the
-difference between the two uninterrupted runs: the spread from run to run.
+The flow of the checkerboard recipe's `quick` size is trained twice without interruption, and once killed (SIGKILL) at a random moment
+within 0.3 s of a checkpoint and resumed, as often as asked. On a CPU all must end with the same bits; on a GPU, where sums are added in
+any order, what counts is the difference between the two uninterrupted runs: the spread from run to run.
 
     python benchmarks/resume.py --out results/training/resume_cpu.json
-    python benchmarks/resume.py --device cuda --steps 1500 --out results/training/resume_h200.json
+    python benchmarks/resume.py --device cuda --steps 240 --save_every 40 --kills 2 --out results/training/resume_h200.json
 """
 
 from __future__ import annotations

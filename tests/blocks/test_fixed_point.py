@@ -124,6 +124,16 @@ def test_one_step_beyond_the_best_iterate_is_free():
     assert float((y - 1.5 * solution.x).abs()) == pytest.approx(0.5 * float(solution.residual), rel=1e-9)
 
 
+def test_where_the_residual_will_do_rounding_is_not_fought():
+    y, never = torch.ones(1, 1), torch.zeros(1)
+    asked = {"enough": torch.full((1,), 1e-6)}
+    soon, late = (
+        solve_fixed_point(lambda x, rows: 0.5 * x + 3.0, y, never, method="plain", **more) for more in (asked, {})
+    )
+    assert int(late.evaluations) - int(soon.evaluations) == 8  # two without a better residual in place of ten
+    assert float(soon.residual) == float(late.residual) <= 1e-6
+
+
 def test_not_a_number_ends_the_sample_only():
     y = torch.tensor([[1.0], [2.0]], dtype=D)
     solution = solve_fixed_point(

@@ -85,7 +85,7 @@ def test_without_a_tolerance_little_is_left_but_rounding(dtype, method):
     block = Residual(Declared(Slow(), lipschitz=0.9001)).eval()
     y = 0.3 * torch.randn(500, 16, dtype=dtype, generator=torch.Generator().manual_seed(1))
     solution = block.solve(y, method=method)
-    assert float((solution.residual / (1 + y.double().norm(dim=1))).max()) <= 3 * torch.finfo(dtype).eps
+    assert float((solution.residual / (1 + y.double().norm(dim=1))).max()) <= 4 * torch.finfo(dtype).eps
     assert int(solution.evaluations.max()) < (40 if method == "anderson" else 400)  # and no stall
 
 

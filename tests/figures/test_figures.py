@@ -149,7 +149,20 @@ def test_seeds_become_a_median_and_a_band():
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), [2, 100, 4])
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (1, 1000)
-    assert "range of the seeds on the axis" in names(figure)
+    assert "range of the seeds on the axis; lines: median" in names(figure)
+
+
+def test_a_long_curve_is_faint_with_its_running_median_on_top():
+    values = np.where(np.arange(200) % 20 == 10, 1e6, 1.0)
+    values[[50, 51]] = NAN
+    figure = figures.curves({"y": {"a": (range(200), values), "b": (range(100), np.ones(100))}})
+    faint, bold, other = (line for line in figure.axes[0].lines if line.get_gid() is None)
+    np.testing.assert_allclose(faint.get_ydata(), np.log10(values))
+    np.testing.assert_array_equal(np.isnan(bold.get_ydata()), np.isnan(values))
+    assert np.nanmax(bold.get_ydata()) == 0, "a spike of one point is no more than faint"
+    assert faint.get_alpha() < 1 < bold.get_linewidth() / faint.get_linewidth()
+    assert len(other.get_xdata()) == 100
+    assert names(figure) == ["a", "b", "each point; bold: median of 11"]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])

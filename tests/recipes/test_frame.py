@@ -15,6 +15,7 @@ from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, Recipe, configured, find, frame, names, reproduce
 from bilip.recipes.table import BEGIN, END, readme_table, status, write_readme
 from bilip.record import read_json, write_json
+from bilip.training import read_state
 
 TINY = ["steps=40", "points=200", "batch=100", "blocks=3", "evaluate_every=10", "nf=1e-6"]
 
@@ -266,17 +267,19 @@ def test_no_gpu_here(tmp_path):
 
 
 def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
-    reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=150"], jobs=1)
-    more = ("--set", "steps=150", "--jobs", "2")
+    reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=200"], jobs=1)
+    more = ("--set", "steps=200", "--jobs", "2")
     process = cli(*tiny(tmp_path / "killed", *more))
     part = tmp_path / "killed" / "pieces" / "quick" / "seed0"
     began = time.monotonic()
-    while len(list(part.glob("*/evaluation.csv"))) < 2 and time.monotonic() - began < 120:
+    while len(list(part.glob("*/last.safetensors"))) < 2 and time.monotonic() - began < 120:
         time.sleep(0.02)
     process.kill()  # the parent alone: its children have to notice
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
+    begun = [read_state(path)[1]["step"] for path in part.glob("*/last.safetensors")]
+    assert any(0 < step < 200 for step in begun)  # there is something to go on from
     reached = {path: path.stat().st_mtime_ns for path in part.glob("*/measured.json")}
     out = finish(cli(*tiny(tmp_path / "killed", *more)))
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")

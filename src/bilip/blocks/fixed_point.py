@@ -7,8 +7,8 @@ shrinks the residual less than plain iteration was seen to do is taken back, whi
 such steps the sample goes on plainly. So the accelerated solver needs at most two evaluations more than the plain
 one, and mostly far fewer.
 
-What is returned is one plain step beyond the best iterate. It costs nothing, as $g$ is known there, and the error shrinks by
-the contraction factor once more.
+What is returned is one plain step beyond the best iterate. It costs nothing, as $g$ is known there, and but for rounding the
+error shrinks by the contraction factor once more.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def solve_fixed_point(
     method: str = "anderson",
     memory: int = 5,
     max_evaluations: int = 1000,
+    enough: Tensor | None = None,
 ) -> FixedPoint:
     r"""Iterate until $|y - x - g(x)| \le$ `target` for each sample, or until nothing improves any more.
 
@@ -62,6 +63,7 @@ def solve_fixed_point(
         method: `"anderson"` or `"plain"`.
         memory: How many residuals Anderson acceleration combines.
         max_evaluations: When to give up on a sample.
+        enough: A residual for each sample that will do: below it two evaluations without a better one end the sample.
 
     Example:
         >>> solution = solve_fixed_point(lambda x, rows: 0.9 * x, torch.ones(1, 2), torch.tensor([1e-6]))
@@ -74,8 +76,9 @@ def solve_fixed_point(
         )
     rows = torch.arange(len(y), device=y.device)
     state = _State(y, memory if method == "anderson" else 0)
+    enough = target if enough is None else enough
     for _ in range(max_evaluations):
-        state.step(y[rows], y[rows] - state.proposal - g(state.proposal, rows), target[rows], rows)
+        state.step(y[rows] - state.proposal - g(state.proposal, rows), target[rows], enough[rows], rows)
         going = state.going
         if not bool(going.all()):
             rows = rows[going]
@@ -124,7 +127,7 @@ class _State:
             setattr(self, name, getattr(self, name)[mask])
         self.going = self.going[mask]
 
-    def step(self, y: Tensor, r: Tensor, target: Tensor, rows: Tensor) -> None:
+    def step(self, r: Tensor, target: Tensor, enough: Tensor, rows: Tensor) -> None:
         """Take in the residual at the proposal and make the next one."""
         size = r.flatten(1).double().norm(dim=1).to(self.size.dtype)
         size = torch.where(torch.isfinite(size), size, torch.inf)
@@ -161,8 +164,9 @@ class _State:
             if bool(use.any()):
                 self.proposal = torch.where(use.view_as(wide), self._mix(), self.proposal)
             self.accelerated = use
-        # Ten evaluations without a better residual: rounding is all that is left.
-        self.going = (self.best_residual[rows] > target) & (self.stalled < 10)
+        # Ten evaluations without a better residual, or two where it will do: rounding is all that is left.
+        left = self.best_residual[rows]
+        self.going = (left > target) & (self.stalled < torch.where(left > enough, 10, 2))
 
     def _remember(self, r: Tensor, mask: Tensor) -> None:
         dx = (self.proposal - self.x).flatten(1).double()

@@ -185,16 +185,16 @@ class Residual(Bijection):
         def g(x: Tensor, rows: Tensor) -> Tensor:
             return self.branch(x, None if context is None else context[rows])
 
-        # Without a wish, well below what is promised: errors add up over many blocks, and this costs an evaluation at most.
-        aim = asked * (1 - c) / (8 if tolerance is None else 2)
+        enough = (asked * (1 - c) / 2).to(z.dtype)
         with reusing():
             found = solve_fixed_point(
                 g,
                 z,
-                aim.to(z.dtype),
+                enough / 4 if tolerance is None else enough,  # errors add up over many blocks: no more than rounding
                 method=method,
                 memory=memory,
                 max_evaluations=self.max_evaluations,
+                enough=enough,
             )
         residual, rounding = self._residual(found.x, z, context)
         if tolerance is None:

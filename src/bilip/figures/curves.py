@@ -9,7 +9,7 @@ import numpy as np
 
 from bilip.errors import InputError
 from bilip.figures import checks, style
-from bilip.figures.lanes import Line, draw_lines
+from bilip.figures.lanes import Line, draw_lines, window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,8 @@ def curves(
     """Draw curves over training; several seeds become their median and a band from the smallest to the largest.
 
     A median is taken at each x over the seeds that were measured there, with NaN counted as Inf: where half of the seeds
-    have failed the line ends, and the lanes show them.
+    have failed the line ends, and the lanes show them. A single curve of more than a hundred points is drawn faintly, with its running
+    median on top.
 
     Args:
         panels: By axis label, then by name of the curve: one pair `(x, y)`, or a list of such pairs, one for each seed.
@@ -72,7 +73,10 @@ def curves(
         entries = [name if name in measured else f"{name} (no points)" for name in names]
         if any(line.y.shape[1] > 1 for _, line in everything):
             handles.append(Patch(facecolor=style.GREY, alpha=0.25))
-            entries.append("range of the seeds on the axis")
+            entries.append("range of the seeds on the axis; lines: median")
+        if (most := max((window(line) for _, line in everything), default=1)) > 1:
+            handles.append(Line2D([], [], color=style.GREY, linewidth=0.4))
+            entries.append(f"each point; bold: median of {most}")
         style.legend(figure, handles, entries)
         return style.finish(figure)
 

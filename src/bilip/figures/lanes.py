@@ -18,7 +18,7 @@ from bilip.figures.ticks import Ticks, linear_ticks, log_ticks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Line", "draw_lines"]
+__all__ = ["Line", "draw_lines", "window"]
 
 HUGE = 1e300  # a linear axis cannot be stretched beyond this without overflow
 _ROW, _LANE, _MOST = 0.06, 0.1, 0.5  # heights as fractions of the panel: one curve, one lane, all lanes together
@@ -47,6 +47,24 @@ class Line:
         sortable = np.where(self.present, np.where(np.isnan(self.y), np.inf, self.y), np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
             return np.nanmedian(sortable, axis=1) if len(self.x) else np.empty(0)
+
+
+def window(line: Line) -> int:
+    """How many points in a row are drawn as their median: one, but for a single curve of more than a hundred, whose spikes would
+    hide the others.
+    """
+    count = len(line.x) if line.y.shape[1] == 1 else 0
+    return 2 * (count // 40) + 1 if count > 100 else 1
+
+
+def _smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """The running median, of what there is on both sides; NaN stays NaN."""
+    half = width // 2
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(values, half, constant_values=np.nan), width)
+    found = np.full(values.shape, np.nan)
+    there = np.isfinite(values)
+    found[there] = np.nanmedian(around[there], axis=1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,9 @@ def _draw_line(axes: Axes, line: Line, values: np.ndarray, middle: np.ndarray, *
         axes.fill_between(line.x, lowest, highest, facecolor=(colour, 0.2), edgecolor=(colour, 0.6), linewidth=0.4)
         lone = _alone(some)
         axes.vlines(line.x[lone], lowest[lone], highest[lone], color=colour, alpha=0.4, linewidth=1)
+    if (width := window(line)) > 1:
+        axes.plot(line.x, middle, color=colour, linewidth=0.4, alpha=0.35, zorder=1.8)
+        middle = _smooth(middle, width)
     step = max(1, math.ceil(len(line.x) / 6))
     marked = np.zeros(len(line.x), dtype=bool)
     marked[int(stagger * step) :: step] = True

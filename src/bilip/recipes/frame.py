@@ -150,6 +150,8 @@ def reproduce(
         "date": datetime.now(UTC).date().isoformat(),
         "device": _device_name(device),
         "environment": environment(),
+        "seconds": round(time.perf_counter() - began, 1),
+        "jobs": jobs,
         "seconds_of_work": round(seconds, 1),
         "lines": [asdict(line) for line in lines],
         "figures": [file.name for file in files],

@@ -71,13 +71,14 @@ class Work:
     progress: Callable[[str, float], None] = lambda text, share: None
 
     def train(self, task: Task, *, until: float = 1.0, **settings: Any) -> Trained:
-        """Train in this folder; `until` is the share of the part that is then done."""
+        """Train in this folder; `until` is the share of the part that is then done. Every evaluation comes with a checkpoint."""
         from bilip.training import Settings, train
 
         def show(done: int, steps: int, latest: Mapping[str, float]) -> None:
             loss = f", loss {latest['loss']:.4g}" if "loss" in latest else ""
             self.progress(f"step {done} of {steps}{loss}", until * done / steps)
 
+        settings = {"save_every": settings.get("evaluate_every", 0)} | settings
         chosen = Settings(seed=self.seed, device=self.device, **settings)
         return train(task, chosen, self.folder, fabric=self.fabric, progress=show)
 

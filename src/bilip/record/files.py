@@ -16,9 +16,11 @@ def environment() -> dict[str, str]:
     """Versions of Python and of the libraries that matter, and the machine, as a record states them."""
     from importlib.metadata import PackageNotFoundError, version
 
+    import bilip
+
     found = {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
-    found["cores"] = str(os.cpu_count())
-    for name in ("bilip", "torch", "numpy", "scipy", "FrEIA", "nflows", "normflows", "zuko", "pyro-ppl"):
+    found |= {"cores": str(os.cpu_count()), "bilip": bilip.__version__}  # which need not be installed
+    for name in ("torch", "numpy", "scipy", "FrEIA", "nflows", "normflows", "zuko", "pyro-ppl"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
