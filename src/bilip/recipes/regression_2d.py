@@ -80,7 +80,7 @@ class Regression2D(Recipe):
     where = "figures of the 2D regression task"
     claim = "Regression onto a line makes a Glow model non-invertible; the flow likelihood with a tiny weight keeps it stable."
     sizes: Mapping[str, Config] = {
-        "quick": replace(PAPER, widths=(10,), batch=1000, lr=4e-3, steps=2700, evaluate_every=300),
+        "quick": replace(PAPER, widths=(10,), batch=1000, lr=4e-3, steps=3000, evaluate_every=300),
         "gpu": replace(PAPER, steps=10_000),
         "paper": PAPER,
     }
