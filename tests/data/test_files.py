@@ -125,6 +125,15 @@ def test_truncated_files(tmp_path_factory, cut, form):
     one_line(path, "cannot be read|truncated|holds nothing")
 
 
+def test_packed_in_a_way_that_is_not_known(tmp_path):
+    path = write(tmp_path, "npz")
+    content = bytearray(path.read_bytes())
+    entry = content.find(b"PK\x01\x02")  # of the first member, in the table at the end
+    content[8:10] = content[entry + 10 : entry + 12] = (97).to_bytes(2, "little")
+    path.write_bytes(content)
+    one_line(path, "compression method is not supported. Save it again with numpy")
+
+
 def test_damaged_members(tmp_path):
     path = write(tmp_path, "npz compressed")
     raw = bytearray(path.read_bytes())

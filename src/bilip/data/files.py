@@ -35,7 +35,10 @@ def open_file(path: Path) -> tuple[Rows, Rows | None]:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} cannot be read: {_line(error)}. It may be truncated: copy it again.") from error
+        # zipfile knows more ways of packing than Python can undo
+        unknown = isinstance(error, NotImplementedError)
+        advice = "Save it again with numpy." if unknown else "It may be truncated: copy it again."
+        raise InputError(f"{path} cannot be read: {_line(error)}. {advice}") from error
 
 
 def _line(error: Exception) -> str:

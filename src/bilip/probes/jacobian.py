@@ -32,7 +32,7 @@ def push(function: Map, x: Tensor, v: Tensor) -> Tensor:
             tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v))).tangent
             if tangent is not None:
                 return tangent.clone()
-    except (RuntimeError, NotImplementedError, AttributeError):
+    except (RuntimeError, AttributeError):
         pass  # an operation without forward mode, or one that cannot hold duals
     with torch.enable_grad():
         point = x.detach().requires_grad_()

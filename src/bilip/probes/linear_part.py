@@ -177,7 +177,7 @@ class LinearPart:
                     w.norm(dim=1) * torch.maximum(v.norm(dim=1), u.norm(dim=1))
                 )
                 left = torch.maximum(left, pair)
-            except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError):
+            except (RuntimeError, AssertionError, ValueError, TypeError):
                 continue
             self.residual = float(left.max()) + self._cancellation()
             if self.residual <= _WORST_RESIDUAL:

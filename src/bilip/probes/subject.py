@@ -173,14 +173,7 @@ class Subject:
             raise InputError(f"{complaint} ({error})") from error
         except NotImplementedError as error:
             raise InputError(f"{complaint}: NotImplementedError {error}".rstrip() + ".") from error
-        fatal = (
-            "TypeError",
-            "KeyError",
-            "AttributeError",
-            "NotImplementedError",
-            "InverseNotAvailable",
-            "RuntimeError",
-        )
+        fatal = ("TypeError", "KeyError", "AttributeError", "InverseNotAvailable", "RuntimeError")
         if bool(outcome.failed.all()) and (what == "forward" or outcome.message.split(":")[0] in fatal):
             raise InputError(f"{complaint}: {outcome.message[:300]}")
         return outcome
