@@ -87,7 +87,7 @@ class Regression2D(Recipe):
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
         "gpu": "3 minutes a seed on one H200, with --jobs 8 under CUDA's MPS",
-        "paper": "11 minutes a seed on one H200, with --jobs 8 under CUDA's MPS; width 10 alone about two hours on two cores",
+        "paper": "11 minutes a seed on one H200, with --jobs 8 under CUDA's MPS",
     }
     matched = (
         "ActNorm begins as the identity; scale sigmoid(s + 2) + 1e-6; last layers are not started at zero.",
