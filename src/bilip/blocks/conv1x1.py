@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilip import _linalg
 from bilip._capture import capturing
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, log_of
@@ -55,7 +56,7 @@ class InvertibleConv1x1(Bijection):
         self.channels, self.kind = channels, kind
         start = torch.linalg.qr(torch.randn(channels, channels, dtype=torch.float64))[0]
         if kind == "plu":
-            p, lower, upper = torch.linalg.lu(start)
+            p, lower, upper = _linalg.lu(start)
             diagonal = upper.diagonal()
             self.register_buffer("permutation", p.argmax(0))  # P[permutation[j], j] = 1
             self.register_buffer("sign", diagonal.sign().float())
@@ -171,17 +172,17 @@ def invert(weight: Tensor) -> Tensor:
     """The inverse of a matrix, or of each of a stack, solved for in float64 and rounded."""
     if capturing(weight):
         return _newton(weight)
-    return torch.linalg.inv_ex(weight.double())[0].to(weight.dtype)
+    return _linalg.inv_ex(weight.double())[0].to(weight.dtype)
 
 
 def log_abs_det(weight: Tensor) -> Tensor:
     """The log of |det W|, of a matrix or of each of a stack."""
     if not capturing(weight):
-        return torch.linalg.slogdet(weight)[1]
+        return _linalg.slogdet(weight)[1]
     before = torch.backends.cuda.preferred_linalg_library()
     torch.backends.cuda.preferred_linalg_library("cusolver")  # the other one allocates, which a capture forbids
     try:
-        return torch.linalg.slogdet(weight)[1]
+        return _linalg.slogdet(weight)[1]
     finally:
         torch.backends.cuda.preferred_linalg_library(before)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip import _linalg
 from bilip.errors import InputError
 
 __all__ = ["FixedPoint", "solve_fixed_point"]
@@ -185,6 +186,6 @@ class _State:
         ridge = (1e-14 * scale)[:, None, None] * torch.eye(self.memory, dtype=gram.dtype, device=gram.device)
         idle = torch.diag_embed((1 - used) * scale[:, None])
         residual = self.r.flatten(1).double()
-        weights = torch.linalg.solve_ex(gram + ridge + idle, dr @ residual[..., None])[0]
+        weights = _linalg.solve_ex(gram + ridge + idle, dr @ residual[..., None])[0]
         move = residual - ((dx + dr).mT @ weights)[..., 0]
         return (self.x.flatten(1).double() + move).to(self.x.dtype).view_as(self.x)
