@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak lint types docs bench table format clean
+.PHONY: demo test numeric soak soak-cpu lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -12,6 +12,18 @@ demo: $(READY)
 # One thread a process: the tests are many small operators, which threads only slow down.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
+
+# What rounding could turn, once with torch's plainest kernels and once with two threads, whose sums have another order.
+numeric: $(READY)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric src docs tests $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 src docs tests $(ARGS)
+
+# The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
+soak-cpu: $(READY)
+	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; \
+	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS) || red="$$red $$cpu"; \
+	done; test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
 
 soak: $(READY)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/probes/test_guarded.py tests/test_theorem.py

@@ -105,7 +105,12 @@ def _threads(device: str) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if device == "cpu" else before)
+    if (
+        device != "cpu" or before == 1
+    ):  # every call of set_num_threads changes how torch's libraries share work, even with the same number
+        yield
+        return
+    torch.set_num_threads(1)
     try:
         yield
     finally:
