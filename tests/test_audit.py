@@ -115,6 +115,7 @@ for change in sys.argv[1:]:
 """
 
 
+@pytest.mark.process
 def test_the_switches_of_torch_are_off_inside_and_put_back():
     old = [
         "pass",
@@ -212,6 +213,7 @@ print(record.find("trust")[0]["count"], peak)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+@pytest.mark.process
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
     """20 times the samples: the file grows by 97 MB, and the process by less than a fifth of that."""
     peaks = []

@@ -231,6 +231,7 @@ def test_bad_input_is_one_line_and_exit_code_two(bilip_, folder, args, says):
         (instead("cli_targets:additive", "cli_targets:broken"), "RuntimeError: first line second line"),
     ],
 )
+@pytest.mark.process
 def test_bad_input_in_a_process_of_its_own(made, args, says):
     (made / "left.json").unlink(missing_ok=True)
     result = process(*args, "--out", "left.json", cwd=made)
@@ -389,6 +390,7 @@ def test_version(bilip_):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["audit", "--help"], ["report", "good.json", "--html", "r.html"]])
+@pytest.mark.process
 def test_help_and_report_start_without_torch(made, args):
     code = (
         "import sys\n"

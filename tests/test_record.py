@@ -167,6 +167,7 @@ def test_missing_parts_are_refused(name):
         AuditRecord.from_json(json.dumps(document))
 
 
+@pytest.mark.process
 def test_saved_text_is_utf8_whatever_the_locale(tmp_path):
     code = (
         "import sys; from bilip.record import AuditRecord; "

@@ -213,6 +213,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch, module, extra):
         as_source("test", path)
 
 
+@pytest.mark.process
 def test_import_needs_torch_and_numpy_only():
     code = "import sys, bilip.data; assert not {'PIL', 'safetensors', 'bilip.nets', 'bilip.blocks'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -512,6 +512,7 @@ def test_text_is_legible_in_print():
     assert figure.get_figwidth() == style.SINGLE
 
 
+@pytest.mark.process
 def test_neither_torch_nor_pyplot_is_imported(tmp_path):
     program = """
 import sys

@@ -266,6 +266,7 @@ def test_no_gpu_here(tmp_path):
 # ---- the command line, and processes
 
 
+@pytest.mark.process
 def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
     reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=200"], jobs=1)
     more = ("--set", "steps=200", "--jobs", "2")
@@ -289,6 +290,7 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
+@pytest.mark.process
 def test_children_leave_with_their_parent(tmp_path):
     process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
     began = time.monotonic()
@@ -317,6 +319,7 @@ def _parent(pid):
     return None if state == "Z" else int(parent)
 
 
+@pytest.mark.process
 def test_two_processes_share_the_batches_of_a_recipe(tmp_path):
     reproduce("regression_2d", out=tmp_path / "one", changes=TINY)
     finish(cli(*tiny(tmp_path / "two", "--devices", "2")))
@@ -336,6 +339,7 @@ def test_two_processes_share_the_batches_of_a_recipe(tmp_path):
         ((), "which recipe"),
     ],
 )
+@pytest.mark.process
 def test_bad_words(tmp_path, words, said):
     err = finish(cli(*words, cwd=tmp_path), code=2)
     assert said in " ".join(err.split())
@@ -343,6 +347,7 @@ def test_bad_words(tmp_path, words, said):
     assert "Traceback" not in err
 
 
+@pytest.mark.process
 def test_the_list(tmp_path):
     out = finish(cli("--list", cwd=tmp_path))
     for name in names():

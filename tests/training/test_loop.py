@@ -51,6 +51,7 @@ def contents(folder):
 # ---- exact resume
 
 
+@pytest.mark.process
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
     finish(program(tmp_path / "whole"))
     rng, kills = random.Random(), 0
@@ -118,6 +119,7 @@ def test_one_run_in_a_folder_at_a_time(tmp_path):
     train(Task(base.model, base.batch, loss), make_settings(steps=6), tmp_path, progress=silent)
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_keep_others_out(tmp_path):
     with alone(tmp_path):
         child = os.fork()
@@ -192,6 +194,7 @@ def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
 # ---- several processes
 
 
+@pytest.mark.process
 def test_two_processes_give_the_losses_of_one(tmp_path):
     for devices in (1, 2):
         finish(program(tmp_path / str(devices), 40, devices, "flow"))
