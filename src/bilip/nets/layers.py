@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, log_of
+from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, norms
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.norms import conv_norm, matrix_norm
@@ -31,6 +31,8 @@ class Declared(nn.Module):
     Args:
         net: The module, called as `net(x)` or `net(x, context)`.
         lipschitz: An upper bound on $|net(x) - net(x')| / |x - x'|$ for every context.
+        error: A share $e$ that its author vouches for: called in float64, the net errs by at most
+            $e\,(1 + |net(x)| + L\,|x|)$. By default it is charged for computing in the dtype of the block that it is in.
 
     Example:
         >>> from bilip.nets import log_lipschitz
@@ -41,14 +43,19 @@ class Declared(nn.Module):
         1.0
     """
 
-    def __init__(self, net: nn.Module, *, lipschitz: float) -> None:
+    error: float | None = None
+
+    def __init__(self, net: nn.Module, *, lipschitz: float, error: float | None = None) -> None:
         super().__init__()
         if not (isinstance(lipschitz, (int, float)) and 0 <= lipschitz < math.inf):
             raise InputError(
                 f"lipschitz={lipschitz!r}: expected a finite number >= 0, an upper bound that you vouch for."
             )
+        if error is not None and not (isinstance(error, (int, float)) and 0 <= error < math.inf):
+            raise InputError(f"error={error!r}: expected a finite number >= 0, or None.")
         self.net = net
         self.lipschitz = float(lipschitz)
+        self.error = None if error is None else float(error)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.net(x) if context is None else self.net(x, context)
@@ -182,13 +189,15 @@ class Affine:
     def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        gross = float(torch.linalg.matrix_norm(total)) * (1 + 1e-12)
+        gross = exp_up(log_norm(total)) * (1 + 1e-12)
         image = self.act(self.weight, value)
-        error = min(self.cap, gross) * error + (self.weight[0].numel() + 4) * EPS * gross * value.flatten(1).norm(dim=1)
+        # The small factors go inside: a norm may be beyond float64 where what rounding makes of it is not.
+        rounding = norms(value * ((self.weight[0].numel() + 4) * EPS)) * gross
+        error = min(self.cap, gross) * error + rounding + 1e-300
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            spread = float(self.bias.norm()) * math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
-            error = error + 2 * EPS * (image.flatten(1).norm(dim=1) + spread)
+            spread = exp_up(log_norm(2 * EPS * self.bias)) * math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
+            error = error + norms(2 * EPS * image) + spread
         return image, error
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
