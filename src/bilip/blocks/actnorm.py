@@ -115,7 +115,9 @@ class ActNorm(Bijection):
             return True
         try:
             ready = bool(flag.all())
-        except RuntimeError:  # on the meta device, or one for each model of an ensemble under vmap: whoever lends them knows
+        except (
+            RuntimeError
+        ):  # on the meta device, or one for each model of an ensemble under vmap: whoever lends them knows
             return True
         self._read = (flag, version) if ready else None
         return ready

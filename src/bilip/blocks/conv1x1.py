@@ -87,7 +87,9 @@ class InvertibleConv1x1(Bijection):
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         eye = torch.eye(self.channels, dtype=dtype, device=self.lower.device)
         lower = self.lower.to(dtype).tril(-1) + eye
-        diagonal = torch.copysign(self.log_diagonal.to(dtype).exp(), self.sign.to(dtype))  # only the sign of the sign counts
+        diagonal = torch.copysign(
+            self.log_diagonal.to(dtype).exp(), self.sign.to(dtype)
+        )  # only the sign of the sign counts
         upper = self.upper.to(dtype).triu(1) + torch.diag(diagonal)
         return lower, upper
 

@@ -125,7 +125,9 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
     # for one matrix alone differs by no more.
     slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
     bounds = log.exp() * (1 + slack) * unit
-    bounds = torch.where((bounds < tiny) & (tall.abs().amax((-2, -1)) > 0), tiny, bounds)  # below, products keep no digits
+    bounds = torch.where(
+        (bounds < tiny) & (tall.abs().amax((-2, -1)) > 0), tiny, bounds
+    )  # below, products keep no digits
     if not slopes:
         return bounds, None
     inner = (slope.conj() * (tall / unit[..., None, None])).real.sum((-2, -1)).clamp_min(tiny)
