@@ -298,7 +298,7 @@ def _in_units(weight: Tensor) -> tuple[Tensor, float]:
 def _times(value: float, unit: float, toward: float) -> float:
     """The product, rounded towards `toward` where it is so small that it is rounded at all."""
     product = value * unit
-    return math.nextafter(product, toward) if 0 < value and product < 2.0**-1000 else product
+    return math.nextafter(product, toward) if value > 0 and product < 2.0**-1000 else product
 
 
 def _svd_error(shape: Sequence[int]) -> float:

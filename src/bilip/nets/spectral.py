@@ -183,7 +183,8 @@ class _Known:
 @torch.no_grad()
 def _factors(weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
     """For each of a stack of weights what it is multiplied with, in float64, and the slope of the log of its bound; 0 where that
-    does not act."""
+    does not act.
+    """
     bounds, slopes = gram_bounds(_in_range(weights).double(), slopes=True)
     limit = torch.full_like(bounds, _target(weights[0], coefficient))
     factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
