@@ -1,5 +1,6 @@
 """Proofs at the ends of the range of floating point: nothing that is stated is lost to overflow or underflow."""
 
+import copy
 import math
 
 import pytest
@@ -236,6 +237,9 @@ def test_an_orthogonal_matrix_is_one_up_to_rounding_and_its_bounds_say_so(dtype)
         z = box.sample(4)
         assert block.enclose_inverse(box).contains(z @ block.matrix(D)).all()
         assert block.enclose_inverse(box).contains(torch.linalg.solve(block.matrix(D), z.mT).mT).all()
+        exact = copy.deepcopy(block).double()  # without the rounding of the dtype
+        assert block.enclose(box).contains(exact(z)).all()
+        assert block.enclose_inverse(box).contains(exact.inverse(z)).all()
 
 
 def test_what_is_not_a_permutation_has_no_bound():

@@ -151,7 +151,10 @@ class InvertibleConv1x1(Bijection):
     def _enclosed(self) -> tuple[Tensor, Tensor]:
         """W in float64 on the CPU, and for each entry how far it may be from the exact one."""
         matrix = as_float64(self.matrix(torch.float64))
-        if self.kind != "plu":
+        if self.kind == "orthogonal":  # as it acts, and as it would be without rounding
+            exact = as_float64(self.parametrizations["weight"](torch.float64))
+            return matrix, (matrix - exact).abs() + 16 * self.channels * EPS
+        if self.kind == "full":
             return matrix, torch.zeros_like(matrix)
         order = self.permutation.cpu()
         if not torch.equal(order.sort().values, torch.arange(self.channels)):
@@ -166,12 +169,13 @@ class InvertibleConv1x1(Bijection):
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         matrix, error = self._enclosed()
-        log = log_sum(log_of(matrix_norm(matrix)), log_norm(error))
-        return max(0.0, log) if self.kind == "orthogonal" else log
+        log = log_of(matrix_norm(matrix))
+        return max(0.0, log) if self.kind == "orthogonal" else log_sum(log, log_norm(error))
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         matrix, error = self._enclosed()
-        smallest = (smallest_singular_value(matrix) - exp_up(log_norm(error))) * (1 - EPS)
+        wobble = 0.0 if self.kind == "orthogonal" else exp_up(log_norm(error))
+        smallest = (smallest_singular_value(matrix) - wobble) * (1 - EPS)
         log = -math.log(smallest) + 1e-15 * (1 + abs(math.log(smallest))) if smallest > 0 else math.inf
         if self.kind == "plu":
             log = min(log, self._log_inverse_of_factors())
@@ -210,7 +214,7 @@ class InvertibleConv1x1(Bijection):
         size = exp_up(log_norm(inverse))
         rounding = 4 * self.channels**1.5 * EPS * exp_up(log_norm(matrix)) + exp_up(log_norm(error))
         wobble = log_product(log_of(float(residual) + size * rounding), self.log_lip_inverse(box))
-        return _apply(inverse, box, relative=exp_up(wobble))
+        return _apply(inverse, box, error.mT if self.kind == "orthogonal" else None, relative=exp_up(wobble))
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kind={self.kind!r}"
@@ -283,8 +287,8 @@ class _Exponential(nn.Module):
         super().__init__()
         self.original = original
 
-    def forward(self) -> Tensor:
-        dtype = self.original.dtype
+    def forward(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.original.dtype
         below = self.original.to(torch.promote_types(dtype, torch.float32)).tril(-1)
         return torch.linalg.matrix_exp(below - below.mT).to(dtype)
 
