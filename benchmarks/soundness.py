@@ -162,10 +162,17 @@ def points_of(box: Box, count: int = 3) -> Tensor:
     shape = (count, *box.shape)
     inside = torch.rand(shape, dtype=torch.float64)
     corners = (torch.rand(shape) < 0.5).double()
-    near = 10 ** (torch.rand(count, *[1] * len(box.shape), dtype=torch.float64) * -12) * torch.randn(shape, dtype=torch.float64)
+    near = 10 ** (torch.rand(count, *[1] * len(box.shape), dtype=torch.float64) * -12) * torch.randn(
+        shape, dtype=torch.float64
+    )
     center, radius = box.center, box.high / 2 - box.low / 2
     near = center + near.clamp(-1, 1) * radius
-    spread = (box.low * (1 - inside) + box.high * inside, box.low * (1 - corners) + box.high * corners, near, center[None])
+    spread = (
+        box.low * (1 - inside) + box.high * inside,
+        box.low * (1 - corners) + box.high * corners,
+        near,
+        center[None],
+    )
     return torch.clamp(torch.cat(spread), box.low, box.high)
 
 
@@ -296,11 +303,10 @@ def search(comparisons: int, *, seed: int = 0, jobs: int = 1, progress=lambda fo
     total = Found()
     tasks = ((seed, start, start + CASES) for start in range(0, 10**9, CASES))
     if jobs == 1:
-        for task in tasks:
-            total.add(run(task))
+        while total.comparisons < comparisons:
+            total.add(run(next(tasks)))
             progress(total)
-            if total.comparisons >= comparisons:
-                return total
+        return total
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = collections.deque(pool.submit(run, next(tasks)) for _ in range(2 * jobs))
         while total.comparisons < comparisons:
@@ -325,7 +331,10 @@ def main() -> int:
     def progress(found: Found) -> None:
         if time.time() - shown[0] > 10:
             shown[0] = time.time()
-            print(f"{found.comparisons} comparisons, {len(found.findings)} findings, {time.time() - start:.0f} s", flush=True)
+            print(
+                f"{found.comparisons} comparisons, {len(found.findings)} findings, {time.time() - start:.0f} s",
+                flush=True,
+            )
 
     found = search(args.comparisons, seed=args.seed, jobs=args.jobs, progress=progress)
     document = {
@@ -352,7 +361,9 @@ def main() -> int:
     aside = args.out.with_suffix(".aside")
     aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     aside.replace(args.out)
-    print(f"{found.comparisons} comparisons in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}")
+    print(
+        f"{found.comparisons} comparisons in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}"
+    )
     for finding in found.findings[:20]:
         print(finding)
     return 1 if found.findings else 0

@@ -333,14 +333,3 @@ def test_a_declared_net_is_charged_for_the_dtype_of_its_block():
     solution = Residual(Declared(InFloat32(), lipschitz=0.5)).solve(z)
     assert bool((true_error(solution, z) <= solution.error_bound).all())
     assert bool(solution.converged.all())
-
-
-def test_a_declared_net_states_its_own_error():
-    z = torch.linspace(-50, 50, 501, dtype=torch.float64)[:, None]
-    honest = Residual(Declared(InFloat32(), lipschitz=0.5, error=2.0**-20)).solve(z)
-    assert bool((true_error(honest, z) <= honest.error_bound).all())
-    bold = Residual(Declared(InFloat32(), lipschitz=0.5, error=0.0)).solve(z)
-    assert float(bold.error_bound.median()) < 1e-10 < 1e-6 < float(honest.error_bound.median())
-    for bad in (-1.0, math.nan, "1e-3"):
-        with pytest.raises(InputError, match="finite number >= 0, or None"):
-            Declared(nn.Identity(), lipschitz=1.0, error=bad)  # type: ignore[arg-type]

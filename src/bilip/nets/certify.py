@@ -201,8 +201,7 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
 
     The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \,
     |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and charged
-    with the error that it states, else with 64 roundings of the dtype of `x`, or $10^{-10}$ if that is more: it may compute in
-    that dtype inside.
+    with 64 roundings of the dtype of `x`, or $10^{-10}$ if that is more: it may compute in that dtype inside.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
@@ -219,8 +218,7 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
         known = facts(layer)
         if is_plain(layer, Declared):
             twin = double_twin(layer.net)  # type: ignore[arg-type]
-            stated, reach = layer.error, norms(value)
-            share = max(1e-10, 64 * torch.finfo(x.dtype).eps) if stated is None else stated
+            share, reach = max(1e-10, 64 * torch.finfo(x.dtype).eps), norms(value)
             value = twin(value) if given is None else twin(value, given)
             error = layer.lipschitz * error + share * (1 + norms(value) + layer.lipschitz * reach)  # type: ignore[operator]
         elif known is not None:

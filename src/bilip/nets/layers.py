@@ -31,8 +31,6 @@ class Declared(nn.Module):
     Args:
         net: The module, called as `net(x)` or `net(x, context)`.
         lipschitz: An upper bound on $|net(x) - net(x')| / |x - x'|$ for every context.
-        error: A share $e$ that its author vouches for: called in float64, the net errs by at most
-            $e\,(1 + |net(x)| + L\,|x|)$. By default it is charged for computing in the dtype of the block that it is in.
 
     Example:
         >>> from bilip.nets import log_lipschitz
@@ -43,19 +41,14 @@ class Declared(nn.Module):
         1.0
     """
 
-    error: float | None = None
-
-    def __init__(self, net: nn.Module, *, lipschitz: float, error: float | None = None) -> None:
+    def __init__(self, net: nn.Module, *, lipschitz: float) -> None:
         super().__init__()
         if not (isinstance(lipschitz, (int, float)) and 0 <= lipschitz < math.inf):
             raise InputError(
                 f"lipschitz={lipschitz!r}: expected a finite number >= 0, an upper bound that you vouch for."
             )
-        if error is not None and not (isinstance(error, (int, float)) and 0 <= error < math.inf):
-            raise InputError(f"error={error!r}: expected a finite number >= 0, or None.")
         self.net = net
         self.lipschitz = float(lipschitz)
-        self.error = None if error is None else float(error)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.net(x) if context is None else self.net(x, context)
