@@ -75,7 +75,7 @@ def _softplus(module: nn.Softplus) -> Function:
     return function
 
 
-def _swish(x: mpf, beta: mpf = mpf(1)) -> tuple[mpf, mpf]:
+def _swish(x: mpf, beta: mpf | int = 1) -> tuple[mpf, mpf]:
     s = _sigmoid(beta * x)
     return x * s, s + beta * x * s * (1 - s) if abs(beta * x) < 5000 else s
 
@@ -440,11 +440,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/soundness/error_bound.json"))
     args = parser.parse_args()
     start = time.time()
-    shown = [0.0]
+    shown: list = [0.0, 0]
 
     def progress(found: Found) -> None:
         if time.time() - shown[0] > 10:
             shown[0] = time.time()
+            for finding in found.findings[shown[1] :]:
+                print(finding)
+            shown[1] = len(found.findings)
             print(f"{found.inverses} inverses, {len(found.findings)} findings, {time.time() - start:.0f} s", flush=True)
 
     found = search(args.inverses, seed=args.seed, jobs=args.jobs, progress=progress)

@@ -9,8 +9,8 @@ one finite gain. A gain above its bound counts only by what it exceeds the error
 decomposition, and of the Jacobian as it differs when it is built from the rows of a random rotation. Images of points have to lie
 in the box that is said to hold them, likewise.
 
-Vector fields of neural ODEs keep their weights up to a factor of 3, because the bound is about the exact flow and the gain about what the solver
-computes. Writes JSON; a finding ends the run with exit code 1.
+Vector fields of neural ODEs keep their weights up to a factor of 3, because the bound is about the exact flow and the gain about what
+the solver computes. Writes JSON; a finding ends the run with exit code 1.
 
     python benchmarks/soundness.py --comparisons 100000 --jobs 2 --out results/soundness/search.json
 """
@@ -326,11 +326,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/soundness/search.json"))
     args = parser.parse_args()
     start = time.time()
-    shown = [0.0]
+    shown: list = [0.0, 0]
 
     def progress(found: Found) -> None:
         if time.time() - shown[0] > 10:
             shown[0] = time.time()
+            for finding in found.findings[shown[1] :]:
+                print(finding)
+            shown[1] = len(found.findings)
             print(
                 f"{found.comparisons} comparisons, {len(found.findings)} findings, {time.time() - start:.0f} s",
                 flush=True,
