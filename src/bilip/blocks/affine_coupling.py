@@ -11,7 +11,7 @@ from bilip.blocks._nets import call, require_module, require_shape, takes_contex
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.blocks.scale import SIGMOID, Scale, scale_from
-from bilip.bounds import Box, log_of, log_product, log_sum, log_triangular_norm
+from bilip.bounds import TINY, Box, log_of, log_product, log_sum, log_triangular_norm
 from bilip.errors import InputError
 from bilip.nets import certify
 
@@ -201,7 +201,7 @@ class AffineCoupling(Bijection):
         part, moved = self.partition.split_box(box)
         shift, raw = self._enclose_nets(part, context)
         gain = self.scale.enclose(raw)
-        inverse = Box(1 / gain.high * (1 - 1e-15), 1 / gain.low * (1 + 1e-15))
+        inverse = Box((1 / gain.high * (1 - 1e-15) - TINY).clamp_min(0.0), 1 / gain.low * (1 + 1e-15) + TINY)
         centered = Box.outward(moved.low - shift.high, moved.high - shift.low)
         low, high = _interval_product(centered.low, centered.high, inverse)
         return self.partition.merge_box(part, Box.outward(low, high, _rounding(low, high)))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.bounds import Box
+from bilip.bounds import TINY, Box
 from bilip.errors import InputError
 
 __all__ = [
@@ -80,7 +80,8 @@ class Scale(ABC):
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
-        return Box(self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP)
+        low, high = self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP
+        return Box((low - TINY).clamp_min(0.0), high + TINY)  # what underflows is positive all the same
 
     def spec(self) -> dict[str, float | str]:
         """Class and numbers, for a JSON config; `scale_from` reads it back."""

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, as_float64, log_of, log_product
+from bilip.bounds import Box, as_float64, log_of, log_product, norms
 from bilip.nets.layers import (
     Declared,
     LayeredNet,
@@ -200,8 +200,8 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     r"""`net(x)` for a batch in float64, and for each sample how far it is at most from the value in real arithmetic.
 
     The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \,
-    |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and
-    credited with ten correct digits.
+    |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and charged
+    with 64 roundings of the dtype of `x`, or $10^{-10}$ if that is more: it may compute in that dtype inside.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
@@ -218,11 +218,12 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
         known = facts(layer)
         if is_plain(layer, Declared):
             twin = double_twin(layer.net)  # type: ignore[arg-type]
+            share, reach = max(1e-10, 64 * torch.finfo(x.dtype).eps), norms(value)
             value = twin(value) if given is None else twin(value, given)
-            error = layer.lipschitz * error + 1e-10 * (1 + value.flatten(1).norm(dim=1))  # type: ignore[operator]
+            error = layer.lipschitz * error + share * (1 + norms(value) + layer.lipschitz * reach)  # type: ignore[operator]
         elif known is not None:
             value = known.interval(value, value)[0]
-            error = known.lipschitz * error + 1e-14 * (1 + value.flatten(1).norm(dim=1))
+            error = known.lipschitz * error + 1e-14 + norms(1e-14 * value)
         elif is_plain_flatten(layer):
             value = value.flatten(1)
         else:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, log_of
+from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, norms
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.norms import conv_norm, matrix_norm
@@ -182,13 +182,15 @@ class Affine:
     def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        gross = float(torch.linalg.matrix_norm(total)) * (1 + 1e-12)
+        gross = exp_up(log_norm(total)) * (1 + 1e-12)
         image = self.act(self.weight, value)
-        error = min(self.cap, gross) * error + (self.weight[0].numel() + 4) * EPS * gross * value.flatten(1).norm(dim=1)
+        # The small factors go inside: a norm may be beyond float64 where what rounding makes of it is not.
+        rounding = norms(value * ((self.weight[0].numel() + 4) * EPS)) * gross
+        error = min(self.cap, gross) * error + rounding + 1e-300
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            spread = float(self.bias.norm()) * math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
-            error = error + 2 * EPS * (image.flatten(1).norm(dim=1) + spread)
+            spread = exp_up(log_norm(2 * EPS * self.bias)) * math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
+            error = error + norms(2 * EPS * image) + spread
         return image, error
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
