@@ -473,7 +473,7 @@ def test_a_truncated_or_foreign_state(tmp_path):
     path = tmp_path / "state.safetensors"
     save_state(path, {"a": torch.ones(100)}, {"step": 1})
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+    with pytest.raises(CheckpointError, match="not a readable training state"):
         read_state(path)
     import safetensors.torch
 

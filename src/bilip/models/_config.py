@@ -115,7 +115,22 @@ class _AtMost(TorchFunctionMode):
     thousand calls, and one that asks for a matrix of terabytes before there is one.
     """
 
-    MAKERS = frozenset("empty zeros ones full rand randn randint randperm normal arange linspace eye".split())
+    MAKERS = frozenset(
+        [
+            "empty",
+            "zeros",
+            "ones",
+            "full",
+            "rand",
+            "randn",
+            "randint",
+            "randperm",
+            "normal",
+            "arange",
+            "linspace",
+            "eye",
+        ]
+    )
 
     def __init__(self, tensors: int, numbers: int) -> None:
         super().__init__()

@@ -85,10 +85,11 @@ def load(folder: str | Path) -> Any:
     source = Path(folder)
     document, weights = _read_config(source / "config.json"), source / "model.safetensors"
     data = read_file(weights, most=MOST_WEIGHTS, error=CheckpointError, missing=MISSING)
-    try:
-        header = read_header(io.BytesIO(data), len(data), str(weights), CheckpointError)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} {ADVICE}") from error
+    header = read_header(
+        io.BytesIO(data),
+        len(data),
+        lambda why: CheckpointError(f"{weights} is not a readable safetensors file ({why}). {ADVICE}"),
+    )
     if document["version"] == 1:
         warnings.warn(
             f"{source} has no checksums, as in bilip 0.1: damage would go unnoticed. Save it again.", stacklevel=2

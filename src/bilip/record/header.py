@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -49,18 +49,16 @@ class Header:
         return sum(math.prod(entry.shape) for entry in self.tensors.values())
 
 
-def read_header(file: BinaryIO, size: int, where: str, error: type[BilipError]) -> Header:
+def read_header(file: BinaryIO, size: int, wrong: Callable[[str], BilipError]) -> Header:
     """Read and check the header of an open file of `size` bytes.
 
     Tensors have to lie one after the other, each as long as its shape and dtype say, up to the end of the file.
 
-    Raises:
-        BilipError: Of the kind `error`: the file is truncated, foreign or does not hold what it says.
+    Args:
+        file: The file, at its beginning.
+        size: Its bytes.
+        wrong: Makes the error that is raised if the file is truncated, foreign or does not hold what it says, from the reason.
     """
-
-    def wrong(why: str) -> BilipError:
-        return error(f"{where} is not a readable safetensors file ({why}).")
-
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, LONGEST):
         raise wrong(f"its header should have {length:,} bytes" if size >= 8 else "it has no header")
@@ -87,7 +85,7 @@ def read_header(file: BinaryIO, size: int, where: str, error: type[BilipError]) 
     return Header(tensors, metadata)
 
 
-def _entry(name: str, raw: Any, wrong: Any) -> tuple[Entry, tuple[int, int]]:
+def _entry(name: str, raw: Any, wrong: Callable[[str], BilipError]) -> tuple[Entry, tuple[int, int]]:
     name = f"{name!r:.60}"
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise wrong(f"tensor {name} lacks dtype, shape or place")

@@ -65,7 +65,9 @@ class _Damaged(CheckpointError):
 
 def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     data = read_file(source, most=MOST, error=CheckpointError, missing="does not exist.")
-    header = read_header(io.BytesIO(data), len(data), str(source), _Damaged)
+    header = read_header(
+        io.BytesIO(data), len(data), lambda why: _Damaged(f"{source} is not a readable training state ({why}).")
+    )
     try:
         facts = parse_json(header.metadata.get("bilip", "{}"), "its list of facts", strict=False)
     except BilipError as error:
