@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak lint types docs bench table format clean
+.PHONY: demo test fuzz soak lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -12,6 +12,9 @@ demo: $(READY)
 # One thread a process: the tests are many small operators, which threads only slow down.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --jobs 2 --out results/robustness/fuzz.json $(ARGS)
 
 soak: $(READY)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/probes/test_guarded.py tests/test_theorem.py

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from bilip.errors import RecordError
+
 __all__ = ["UNSEALED", "is_whole", "seal"]
 
 UNSEALED = "0" * 64
@@ -18,7 +20,9 @@ def seal(data: bytes) -> bytes:
         >>> is_whole(sealed, sealed[12:76].decode()), is_whole(sealed.replace(b"{", b"["), sealed[12:76].decode())
         (True, False)
     """
-    before, _, after = data.partition(UNSEALED.encode())
+    before, place, after = data.partition(UNSEALED.encode())
+    if not place:
+        raise RecordError("there is no place for a checksum in this.")
     return before + hashlib.sha256(data).hexdigest().encode() + after
 
 

@@ -63,9 +63,9 @@ def read_header(file: BinaryIO, size: int, wrong: Callable[[str], BilipError]) -
     if not 2 <= length <= min(size - 8, LONGEST):
         raise wrong(f"its header should have {length:,} bytes" if size >= 8 else "it has no header")
     try:
-        table = parse_json(file.read(length), "the header")
+        table = parse_json(file.read(length), "the header", advice="")
     except BilipError as why:
-        raise wrong(str(why).rstrip(".")) from why
+        raise wrong(str(why).rstrip(". ")) from why
     if not isinstance(table, dict):
         raise wrong("its header is no table")
     metadata = table.pop("__metadata__", {})

@@ -69,9 +69,9 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         io.BytesIO(data), len(data), lambda why: _Damaged(f"{source} is not a readable training state ({why}).")
     )
     try:
-        facts = parse_json(header.metadata.get("bilip", "{}"), "its list of facts", strict=False)
+        facts = parse_json(header.metadata.get("bilip", "{}"), "its list of facts", strict=False, advice="")
     except BilipError as error:
-        raise _Damaged(f"{source} is not a readable training state ({str(error).rstrip('.')}).") from error
+        raise _Damaged(f"{source} is not a readable training state ({str(error).rstrip('. ')}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CheckpointError(f"{source} was not written by a bilip training run. Choose another folder.")
     version = facts.get("version")
