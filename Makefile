@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test numeric soak soak-cpu lint types docs bench table format clean
+.PHONY: demo test numeric soak soak-cpu soak-guard soak-bounds fuzz lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -24,6 +24,9 @@ soak-cpu: $(READY)
 	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; \
 	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS) || red="$$red $$cpu"; \
 	done; test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --jobs 2 --out results/robustness/fuzz.json $(ARGS)
 
 soak: $(READY)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/probes/test_guarded.py tests/test_theorem.py

@@ -53,9 +53,10 @@ def saved(tmp_path):
 
 def edit(folder, **changes):
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1, **changes}))
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checksums")
 @pytest.mark.parametrize(
     ("break_it", "says"),
     [

@@ -40,11 +40,21 @@ def load_model(target: str, device: str | None = None) -> Adapted:
         adapted = adapt(model)
     except BilipError as error:
         raise InputError(f"{target} gave an object of type {type(model).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{target} gave an object of type {type(model).__name__}, which raised {_text(error)}."
+        ) from error
     if device is not None:
         try:
             adapted.bijection.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either where a device is missing
-            raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # torch raises several kinds where a device is missing
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"--device {device}: {text:.300}") from error
+    empty = [name for name, value in adapted.bijection.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty:
+        raise InputError(
+            f"{target} is on the device meta, where tensors have no numbers ({empty[0]}). Load its weights first, and use another --device."
+        )
     return adapted
 
 

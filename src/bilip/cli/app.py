@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import bilip
+from bilip.cli._door import door
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
 from bilip.cli.demo import demo
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for verb in (audit, report, compare, bounds, demo, reproduce):
-    app.command()(verb)
+    app.command()(door(verb))
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bilip.cli._bar import bar
-from bilip.errors import InputError
+from bilip.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from bilip.recipes import Outcome
@@ -69,6 +70,8 @@ def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Out
     from bilip.recipes import reproduce as run
 
     recipe = find(name)
+    if importlib.util.find_spec("matplotlib") is None:  # said before a long run, not after it
+        raise MissingExtra("the figures need matplotlib: pip install 'bilip[train]'.")
     if size in recipe.cost:
         console.print(f"[bold]{recipe.name}[/bold] ({recipe.where}): {recipe.claim}\n{size}: {recipe.cost[size]}")
     try:

@@ -55,9 +55,9 @@ class Probe(ABC):
                 return self._measure(subject, source)
             except NotMeasured as why:
                 return Measurement(self.name, source.name, reason=str(why))
-            except (InputError, torch.OutOfMemoryError):
+            except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
-            except Exception as error:  # one probe that a model defeats does not lose the others
+            except BaseException as error:  # one probe that a model defeats, also by sys.exit, does not lose the others
                 text = " ".join(str(error).split())[:300]
                 return Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Subject:
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
         self._twins: dict[torch.dtype, Subject | str] = {}
+        self.tick: Callable[[], None] = _nothing  # called before each guarded call; an audit looks at its clock
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -55,7 +56,7 @@ class Subject:
         return cls(adapted, name or type(model).__name__)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": {}}
+        return {**self.__dict__, "_twins": {}, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,21 +101,25 @@ class Subject:
     @torch.no_grad()
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z = F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
+        self.tick()
         return run_guarded(self.bijection.__call__, x.clone(), context)
 
     @torch.no_grad()
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """X = F^-1(z). The latents are cloned, so that no cache can recognise them."""
+        self.tick()
         return run_guarded(self.bijection.inverse, z.clone(), context)
 
     @torch.no_grad()
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z and log |det J_F(x)|."""
+        self.tick()
         return run_guarded(self.bijection.forward_and_log_det, x.clone(), context)
 
     @torch.no_grad()
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """X and log |det J_F^-1(z)|."""
+        self.tick()
         return run_guarded(self.bijection.inverse_and_log_det, z.clone(), context)
 
     # ---- copies and modes
@@ -135,6 +140,7 @@ class Subject:
             self._twins[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
+        found.tick = self.tick
         return found
 
     @contextlib.contextmanager
@@ -150,6 +156,15 @@ class Subject:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+    @contextlib.contextmanager
+    def watched(self, tick: Callable[[], None]) -> Iterator[None]:
+        """Inside, `tick` is called before each guarded call, of copies too."""
+        before, self.tick = self.tick, tick
+        try:
+            yield
+        finally:
+            self.tick = before
 
     def check(self, x: Tensor, context: Tensor | None, where: str) -> None:
         """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse."""
@@ -177,6 +192,10 @@ class Subject:
         if bool(outcome.failed.all()) and (what == "forward" or outcome.message.split(":")[0] in fatal):
             raise InputError(f"{complaint}: {outcome.message[:300]}")
         return outcome
+
+
+def _nothing() -> None:
+    """No clock."""
 
 
 def parameter_count(module: nn.Module) -> int:
