@@ -9,15 +9,17 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; a `BilipError` becomes one line and exit code 2, Ctrl-C exit code 130."""
+    """Run the command line; a `BilipError` becomes one line and exit code 2, `Stopped` 75, Ctrl-C 130."""
     try:
         from bilip.cli.app import app
     except ImportError as error:
         _end(f"the command line needs {error.name}: pip install 'bilip[cli]'", 2)
-    from bilip.errors import BilipError
+    from bilip.errors import BilipError, Stopped
 
     try:
         app()
+    except Stopped as why:
+        _end(str(why), 75)
     except BilipError as error:
         _end(str(error), 2)
     except BrokenPipeError:

@@ -108,14 +108,25 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], plain: list[dict[str, Any]]
 ) -> None:
-    """The inverse of `split_optimizer`; learning rates and other options stay as they are."""
+    """The inverse of `split_optimizer`; learning rates and other options stay as they are.
+
+    Every tensor is laid out in memory as its parameter is: the fused kernels go through both in the order of the memory.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for entry in plain:
         k = int(entry["parameter"])
         state[k] = {name: value for name, value in entry.items() if name != "parameter"}
         prefix = f"optimizer.{k}."
-        state[k] |= {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        state[k] |= {name: _laid_out(value, parameters[k]) for name, value in own.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape:
+        return value.clone()
+    return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _safetensors():
