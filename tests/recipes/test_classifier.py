@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from bilip.errors import CheckpointError, InputError, Stopped
 from bilip.recipes import cifar10_classifier, reproduce
-from bilip.recipes.cifar10_classifier import RECIPE, Run
+from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
+from bilip.recipes.classifier_runs import Run
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log, read_state, run
@@ -141,11 +141,11 @@ def test_parts_that_do_not_exist(part, tmp_path):
 
 
 def test_what_parts_mean():
-    fd = Run.of("additive-conv1x1-fd").penalties(RECIPE.sizes["gpu"], 0)[0]
+    fd = make_penalties(Run.of("additive-conv1x1-fd"), RECIPE.sizes["gpu"], 0)[0]
     assert (fd.weight, fd.every, fd.mode, fd.scaling, fd.eps) == (5e-5, 10, "both", "original", 0.1)
     fd = Run.of("affine-conv1x1-fd1e-3-inverse-every5-e7")
     assert (fd.weight, fd.mode, fd.every, fd.epochs, fd.reversible) == (1e-3, "inverse", 5, 7, True)
-    assert Run.of("affine-shuffle-nf").penalties(RECIPE.sizes["gpu"], 0)[0].weight == 1e-5
+    assert make_penalties(Run.of("affine-shuffle-nf"), RECIPE.sizes["gpu"], 0)[0].weight == 1e-5
     assert not Run.of("affine-shuffle-nf").reversible
     parts = RECIPE.parts(RECIPE.sizes["gpu"])
     assert len(parts) == 13

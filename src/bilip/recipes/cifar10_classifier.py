@@ -9,7 +9,6 @@ number of epochs.
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,7 @@ from bilip.errors import InputError, TrainingDiverged
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.recipes.classifier_probes import angles, float32_ends, round_trips, singular_ends, trunk_of
+from bilip.recipes.classifier_runs import GRID, TABLE, Run
 from bilip.recipes.classifier_tables import classifier_figures, classifier_lines
 from bilip.recipes.config import require
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
@@ -35,17 +35,12 @@ from bilip.training import Task, read_log
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE", "Config", "Run"]
+__all__ = ["RECIPE", "Config"]
 
 MEAN, STD = (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)
 FIRST = 192  # the test image whose singular values the original code follows; the others come after it
 LIMIT = 1.0  # of the mean reconstruction error of what is called invertible; a whole image has a norm of about 55
-PART = re.compile(
-    r"(additive|affine)-(conv1x1|shuffle)-(none|guarded|nf|fd)([0-9.]+(?:e-?[0-9]+)?)?(-inverse)?(?:-every([0-9]+))?(?:-e([0-9]+))?"
-)
-TABLE = ("affine-conv1x1", "additive-conv1x1", "affine-shuffle", "additive-shuffle")
-GRID = ("none", "fd1e-3", "fd1e-4", "fd5e-5", "nf1e-3", "nf1e-4", "nf1e-5")
-WITH_ANGLES = tuple(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guarded")) + ("additive-conv1x1-none",)
+WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guarded")), "additive-conv1x1-none")
 
 
 @dataclass(frozen=True)
@@ -102,67 +97,6 @@ class Config:
             raise InputError(
                 f"--set side={self.side} levels={self.levels}: expected a side that divides 32 and can be halved {self.levels} times."
             )
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run, as its part is named.
-
-    Example:
-        >>> Run.of("affine-conv1x1-fd5e-5-e10")
-        Run(coupling='affine', mixing='conv1x1', kind='fd', weight=5e-05, mode='both', every=None, epochs=10)
-    """
-
-    coupling: str
-    mixing: str
-    kind: str
-    weight: float | None = None
-    mode: str = "both"
-    every: int | None = None
-    epochs: int | None = None
-
-    @classmethod
-    def of(cls, part: str) -> Run:
-        """The run that a part names."""
-        match = PART.fullmatch(part)
-        if match is None:
-            raise InputError(
-                f"{part!r} names no run: expected, for example, {TABLE[0]}-none, -fd, -nf1e-4 or -fd-every5."
-            )
-        coupling, mixing, kind, weight, inverse, every, epochs = match.groups()
-        if (kind in ("none", "guarded") and (weight or inverse or every)) or (kind == "nf" and inverse):
-            raise InputError(f"{part!r} names no run: {kind!r} has nothing to be changed.")
-        usual = {"fd": 1e-4 if coupling == "affine" else 5e-5, "nf": 1e-5}.get(kind)
-        return cls(
-            coupling,
-            mixing,
-            kind,
-            float(weight) if weight else usual,
-            "inverse" if inverse else "both",
-            int(every) if every else None,
-            int(epochs) if epochs else None,
-        )
-
-    @property
-    def reversible(self) -> bool:
-        """Whether gradients are memory-saving: with FD, as in the paper, and where the guard is tried."""
-        return self.kind in ("fd", "guarded")
-
-    def penalties(self, config: Config, seed: int) -> tuple[Penalty, ...]:
-        """None, the flow likelihood, or finite differences in the original's scaling."""
-        if self.kind == "nf":
-            return (FlowLikelihood(self.weight or 0.0, self.every or 1),)
-        if self.kind == "fd":
-            fd = FiniteDifference(
-                self.weight or 0.0,
-                self.every or config.fd_every,
-                mode=self.mode,
-                eps=config.fd_eps,
-                scaling="original",
-                seed=seed,
-            )
-            return (fd,)
-        return ()
 
 
 class Cifar10Classifier(Recipe):
@@ -240,7 +174,7 @@ class Cifar10Classifier(Recipe):
         start_actnorms(model, train, config, work.seed)
         steps = config.epochs * train.per_epoch
         looks = Looks(model, train, test, config, steps, with_angles=part in WITH_ANGLES)
-        penalties = run.penalties(config, work.seed)
+        penalties = make_penalties(run, config, work.seed)
         diverged = ""
         try:
             work.train(
@@ -258,8 +192,12 @@ class Cifar10Classifier(Recipe):
         if not work.main:
             return Measured({})
         numbers: dict[str, Any] = {
-            **{"epochs": config.epochs, "steps": steps, **facts, "weight": run.weight},
-            **{"gradients": "memory-saving" if run.reversible else "stored", "diverged": diverged},
+            "epochs": config.epochs,
+            "steps": steps,
+            **facts,
+            "weight": run.weight,
+            "gradients": "memory-saving" if run.reversible else "stored",
+            "diverged": diverged,
             "parameters": sum(p.numel() for p in model.parameters()),
             "skipped": {type(p).__name__: [p.skipped, p.seen] for p in penalties},
         }
@@ -318,6 +256,18 @@ def make_model(run: Run, config: Config) -> Classifier:
     if run.reversible:
         model.trunk = Reversible(trunk, Guard())
     return model
+
+
+def make_penalties(run: Run, config: Config, seed: int) -> tuple[Penalty, ...]:
+    """None, the flow likelihood, or finite differences in the original's scaling."""
+    if run.kind == "nf":
+        return (FlowLikelihood(run.weight or 0.0, run.every or 1),)
+    if run.kind != "fd":
+        return ()
+    every = run.every or config.fd_every
+    return (
+        FiniteDifference(run.weight or 0.0, every, mode=run.mode, eps=config.fd_eps, scaling="original", seed=seed),
+    )
 
 
 @torch.no_grad()
