@@ -205,8 +205,6 @@ class Cifar10Classifier(Recipe):
             numbers["guard"] = guard_facts(model.trunk)
         if not diverged:
             numbers |= looks.after(work)
-        if work.device == "cuda":
-            numbers["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
         numbers["train"] = {name: values[-1] for name, values in logs["train"].items()}
         curves = {f"{kind}_{name}": np.array(v) for kind, log in logs.items() for name, v in log.items()}
