@@ -14,18 +14,20 @@ from typing import Any, NoReturn
 
 import typer
 
-from bilip.errors import BilipError
+from bilip.errors import BilipError, Stopped
 
 __all__ = ["Stop", "door", "end"]
 
 FAULT = 3
+AGAIN = 75
 TERMINATED = 128 + SIGTERM
 
 
 def door(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb that takes `--traceback` as well; without it, an error is one line.
 
-    The exit code is 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM, and 3 for an error that nobody foresaw.
+    The exit code is 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM, 75 for work that was stopped and goes on
+    when it is called again, and 3 for an error that nobody foresaw.
     """
     signature = inspect.signature(verb, eval_str=True)
     option = typer.Option(False, "--traceback", help="Show where an error comes from.")
@@ -53,6 +55,8 @@ def _last_words(error: BaseException) -> tuple[str, int]:
         return "stopped", TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
+    if isinstance(error, Stopped):
+        return str(error), AGAIN
     if isinstance(error, BilipError):
         return str(error), 2
     if isinstance(error, OSError):  # a folder that cannot be written, a disk that is full

@@ -1,8 +1,10 @@
 """Where x comes from: arrays and files, toy data, images, noise."""
 
+from bilip.data.batches import ImageBatches
 from bilip.data.convert import as_source
 from bilip.data.dequantize import Cell, cell, dequantize
 from bilip.data.draws import seed_of
+from bilip.data.image_sets import image_set
 from bilip.data.images import Images, cifar10, load_images
 from bilip.data.noise import NOISE_NAMES, noise
 from bilip.data.source import Batch, Source, Statistics
@@ -12,6 +14,7 @@ __all__ = [
     "NOISE_NAMES",
     "Batch",
     "Cell",
+    "ImageBatches",
     "Images",
     "Source",
     "Statistics",
@@ -21,6 +24,7 @@ __all__ = [
     "cifar10",
     "dequantize",
     "gaussians",
+    "image_set",
     "load_images",
     "noise",
     "seed_of",

@@ -24,7 +24,7 @@ from bilip.training.machines import own_rows
 from bilip.training.settings import Settings
 from bilip.training.state import load_weights, read_state, require_kind, restore_optimizer, save_state, split_optimizer
 from bilip.training.step import CapturedStep, Step
-from bilip.training.task import Objective, Task
+from bilip.training.task import Draw, Objective, Task
 
 __all__ = ["Run", "Trained"]
 
@@ -135,7 +135,7 @@ class Run:
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """This process's rows of the batch of a step, on its device."""
-        whole = self.task.batch(lambda purpose: seed_of(self.settings.seed, step, purpose))
+        whole = self.task.batch(Draw(self.settings.seed, step))
         if not isinstance(whole, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in whole) or not whole:
             raise InputError(f"Task.batch returned a {type(whole).__name__}: expected a tuple of tensors, as in (x,).")
         shapes = [tuple(tensor.shape) for tensor in whole]
@@ -221,7 +221,7 @@ class Run:
 
     def _same_work(self) -> bool:
         """Whether steps do the same work each time: what is drawn on the host would be frozen in a graph."""
-        model, size = self.task.model, math.prod(self.task.batch(lambda purpose: 0)[0].shape[1:])
+        model, size = self.task.model, math.prod(self.task.batch(Draw(0, 0))[0].shape[1:])
         roulette = any(
             isinstance(part.estimator, Roulette) or (part.estimator is None and size > 64)
             for part in model.modules()

@@ -160,6 +160,8 @@ def restore_optimizer(
 ) -> None:
     """The inverse of `split_optimizer`; learning rates and other options stay as they are.
 
+    Every tensor is laid out in memory as its parameter is: the fused kernels go through both in the order of the memory.
+
     Raises:
         CheckpointError: The state is that of other parameters.
     """
@@ -173,7 +175,11 @@ def restore_optimizer(
             )
         prefix = f"optimizer.{k}."
         state[k] = {name: value for name, value in entry.items() if name != "parameter"}
-        state[k] |= {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
+        state[k] |= {
+            name.removeprefix(prefix): _laid_out(v, parameters[k])
+            for name, v in tensors.items()
+            if name.startswith(prefix)
+        }
         for name, value in state[k].items():
             if isinstance(value, Tensor):
                 require_kind(value, parameters[k] if name != "step" else torch.zeros(()), f"{prefix}{name}")
@@ -182,6 +188,12 @@ def restore_optimizer(
         if not {"exp_avg", "exp_avg_sq", "step"} <= set(state[k]):
             raise CheckpointError(f"the state of the optimizer lacks the moments of parameter {k}.")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape:
+        return value.clone()
+    return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _safetensors():
