@@ -7,6 +7,7 @@ import typer
 import bilip
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
+from bilip.cli.data import data
 from bilip.cli.demo import demo
 from bilip.cli.report import compare, report
 from bilip.cli.reproduce import reproduce
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (audit, report, compare, bounds, demo, reproduce):
+for verb in (audit, report, compare, bounds, demo, reproduce, data):
     app.command()(verb)
 
 
