@@ -80,8 +80,8 @@ class GradientAngles(Recipe):
         if not list(there.glob(f"{size}-seed{work.seed}-{part}.json")):
             return None
         found, about = kept(there, size, cifar10_classifier.RECIPE)
-        same = to_plain(about[work.seed][part]["config"]) == to_plain(self.defining(config))
-        return found[work.seed][part] if same else None
+        then, now = to_plain(about[work.seed][part]["config"]), to_plain(self.defining(config))
+        return found[work.seed][part] if all(now.get(key) == value for key, value in then.items()) else None
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["in_short"], []
