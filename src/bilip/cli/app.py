@@ -8,6 +8,7 @@ import bilip
 from bilip.cli._door import door
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
+from bilip.cli.data import data
 from bilip.cli.demo import demo
 from bilip.cli.report import compare, report
 from bilip.cli.reproduce import reproduce
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (audit, report, compare, bounds, demo, reproduce):
+for verb in (audit, report, compare, bounds, demo, reproduce, data):
     app.command()(door(verb))
 
 

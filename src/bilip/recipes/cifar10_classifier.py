@@ -58,6 +58,7 @@ class Config:
         epochs: Passes through the images. The rate falls tenfold at 30, 60 and 80 % of them.
         lr: Learning rate of Adam.
         start: Images that the ActNorms start from.
+        strength: Factor of all coefficients of regularizers.
         fd_eps: Step of the finite differences.
         fd_every: Training steps from one such penalty to the next.
         evaluate_every: Epochs from one evaluation to the next.
@@ -78,6 +79,7 @@ class Config:
     epochs: int = 200
     lr: float = 1e-4
     start: int = 512
+    strength: float = 1.0
     fd_eps: float = 0.1
     fd_every: int = 10
     evaluate_every: int = 2
@@ -88,7 +90,19 @@ class Config:
     grid: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("side", "levels", "blocks", "hidden", "batch", "epochs", "lr", "start", "fd_eps", "fd_every")
+        counts = (
+            "side",
+            "levels",
+            "blocks",
+            "hidden",
+            "batch",
+            "epochs",
+            "lr",
+            "start",
+            "strength",
+            "fd_eps",
+            "fd_every",
+        )
         require(self, positive=(*counts, "evaluate_every", "inverted", "spectra", "spectra_end", "angle_batches"))
         for name in ("images", "test", "grid"):
             if getattr(self, name) < 0:
@@ -116,14 +130,15 @@ class Cifar10Classifier(Recipe):
             blocks=4,
             hidden=32,
             batch=64,
-            epochs=60,
-            lr=2e-3,
-            start=512,
+            epochs=40,
+            lr=4e-3,
+            strength=100.0,
             fd_every=5,
-            evaluate_every=10,
+            evaluate_every=20,
             inverted=512,
+            spectra=1,
             spectra_end=4,
-            angle_batches=8,
+            angle_batches=4,
         ),
         "gpu": Config(epochs=20),
         "paper": Config(),
@@ -259,13 +274,11 @@ def make_model(run: Run, config: Config) -> Classifier:
 def make_penalties(run: Run, config: Config, seed: int) -> tuple[Penalty, ...]:
     """None, the flow likelihood, or finite differences in the original's scaling."""
     if run.kind == "nf":
-        return (FlowLikelihood(run.weight or 0.0, run.every or 1),)
+        return (FlowLikelihood((run.weight or 0.0) * config.strength, run.every or 1),)
     if run.kind != "fd":
         return ()
-    every = run.every or config.fd_every
-    return (
-        FiniteDifference(run.weight or 0.0, every, mode=run.mode, eps=config.fd_eps, scaling="original", seed=seed),
-    )
+    weight, every = (run.weight or 0.0) * config.strength, run.every or config.fd_every
+    return (FiniteDifference(weight, every, mode=run.mode, eps=config.fd_eps, scaling="original", seed=seed),)
 
 
 @torch.no_grad()

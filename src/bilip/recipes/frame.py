@@ -22,6 +22,8 @@ MODULES = {
     "checkerboard": "bilip.recipes.checkerboard",
     "regression_2d": "bilip.recipes.regression_2d",
     "cifar10_classifier": "bilip.recipes.cifar10_classifier",
+    "regularizer_timing": "bilip.recipes.regularizer_timing",
+    "gradient_angles": "bilip.recipes.gradient_angles",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 
