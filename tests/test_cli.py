@@ -144,7 +144,7 @@ def bilip_(folder, monkeypatch, capfd):
 
 def process(*args, cwd, **options):
     command = [sys.executable, "-m", "bilip", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, **options)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900, **options)
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]

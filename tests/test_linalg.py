@@ -59,7 +59,7 @@ def test_stacks_are_right_after_set_num_threads():
     """The faulty calls return wrong numbers, raise, or never return."""
     patient = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that wait do not spin, where others need the cores
     command = [sys.executable, "-c", TWO_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=patient)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=patient)
     assert done.stdout == "right\n", done.stderr[-2000:]
 
 

@@ -29,7 +29,7 @@ def cli(*words, **options):
 
 
 def finish(process, code=0):
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == code, err[-2000:]
     return out if code == 0 else err
 
@@ -268,19 +268,19 @@ def test_no_gpu_here(tmp_path):
 
 @pytest.mark.process
 def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
-    reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=200"], jobs=1)
-    more = ("--set", "steps=200", "--jobs", "2")
+    reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=120"], jobs=1)
+    more = ("--set", "steps=120", "--jobs", "2")
     process = cli(*tiny(tmp_path / "killed", *more))
     part = tmp_path / "killed" / "pieces" / "quick" / "seed0"
     began = time.monotonic()
-    while len(list(part.glob("*/last.safetensors"))) < 2 and time.monotonic() - began < 120:
+    while len(list(part.glob("*/last.safetensors"))) < 2 and time.monotonic() - began < 600:
         time.sleep(0.02)
     process.kill()  # the parent alone: its children have to notice
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert read_json(tmp_path / "killed" / "ours.json")["runs"] == {}
     begun = [read_state(path)[1]["step"] for path in part.glob("*/last.safetensors")]
-    assert any(0 < step < 200 for step in begun)  # there is something to go on from
+    assert any(0 < step < 120 for step in begun)  # there is something to go on from
     reached = {path: path.stat().st_mtime_ns for path in part.glob("*/measured.json")}
     out = finish(cli(*tiny(tmp_path / "killed", *more)))
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
@@ -294,14 +294,14 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
 def test_children_leave_with_their_parent(tmp_path):
     process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
     began = time.monotonic()
-    while len(list(tmp_path.glob("pieces/quick/seed0/*/train.csv"))) < 2 and time.monotonic() - began < 120:
+    while len(list(tmp_path.glob("pieces/quick/seed0/*/train.csv"))) < 2 and time.monotonic() - began < 600:
         time.sleep(0.05)
     children = [pid for pid in _processes() if _parent(pid) == process.pid]
     assert len(children) >= 2
     process.kill()
     process.communicate()
     began = time.monotonic()
-    while any(pid in _processes() for pid in children) and time.monotonic() - began < 20:
+    while any(pid in _processes() for pid in children) and time.monotonic() - began < 120:
         time.sleep(0.1)
     assert not any(pid in _processes() for pid in children)
 
