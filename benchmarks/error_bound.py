@@ -264,8 +264,8 @@ class ExactSine:
 
 def invert(g: Exact | ExactSine, z: list[mpf], x: list[mpf], c: float) -> tuple[list[mpf], mpf] | None:
     """The solution of x + g(x) = z and how far it is off at most; `None` if 40 Newton and 400 plain steps do not find it."""
-    goal = mpf(10) ** -40 * (max(map(abs, z)) + mpf(10) ** -400)
     for step in range(440):
+        goal = mpf(10) ** -40 * (max(map(abs, (*z, *x))) + mpf(10) ** -400)
         value, jac = g(x, slopes=step < 40)
         rest = [a - b - v for a, b, v in zip(z, x, value, strict=True)]
         size = mp.norm(rest)

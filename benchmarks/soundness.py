@@ -176,8 +176,8 @@ def points_of(box: Box, count: int = 3) -> Tensor:
     return torch.clamp(torch.cat(spread), box.low, box.high)
 
 
-def largest_gains(case: Case) -> tuple[dict[str, float], Tensor, Tensor]:
-    """Logs of the largest certain gains of the map and of its inverse, the points, and their images."""
+def largest_gains(case: Case) -> tuple[dict[str, float], Tensor]:
+    """Logs of the largest certain gains of the map and of its inverse, and images of points; NaN where they are not known."""
     act = Invert(case.exact) if case.latent else case.exact
     x = points_of(case.box).requires_grad_()
     rows = None if case.context is None else case.context.expand(len(x), *case.context.shape)
@@ -198,9 +198,13 @@ def largest_gains(case: Case) -> tuple[dict[str, float], Tensor, Tensor]:
         logs["forward"] = float((top.clamp_min(0).log() + unit.log()).max())
         logs["inverse"] = float((-bottom.log() - unit.log()).max())
     images = z.detach()
+    if (
+        case.latent and not case.exact.closed_form
+    ):  # preimages up to a tolerance only, which in a small box is all there is
+        return logs, images.fill_(math.nan)
     for name, log in _pairs(x.detach(), images).items():
         logs[name] = max(logs[name], log)
-    return logs, x.detach(), images
+    return logs, images
 
 
 def _turned(act: Bijection, x: Tensor, rows: Tensor | None, turn: Tensor) -> Tensor:
@@ -229,7 +233,7 @@ def _pairs(x: Tensor, z: Tensor) -> dict[str, float]:
 def compare(case: Case) -> Found:
     """All bounds of one case against the gains."""
     found = Found(cases=1)
-    logs, _, images = largest_gains(case)
+    logs, images = largest_gains(case)
     given = None if case.context is None else Box.point(case.context)
     for formula in FORMULAS:
         for where in ("box", "everywhere"):

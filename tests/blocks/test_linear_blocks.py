@@ -210,3 +210,15 @@ def test_an_orthogonal_block_can_be_pickled_and_loads_states_of_torchs_parametri
 def test_an_orthogonal_block_in_half_precision(dtype):
     block, x = blocks.InvertibleConv1x1(4, kind="orthogonal").to(dtype).eval(), torch.randn(3, 4).to(dtype)
     assert torch.allclose(block.inverse(block(x)), x, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_a_permutation_of_many_channels_is_told_apart_in_bfloat16():
+    """Among 16-bit numbers 256 and 257 are one: an inverse kept for one order would serve the other."""
+    block = InvertibleConv1x1(260, kind="plu").bfloat16().eval()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.zero_()
+        block.permutation.copy_(torch.arange(260))
+        before = block.inverse_matrix()
+        block.permutation[256:258] = torch.tensor([257, 256])
+        assert not torch.equal(block.inverse_matrix(), before)

@@ -104,8 +104,8 @@ class InvertibleConv1x1(Bijection):
 
     def _plu_key(self) -> Tensor:
         """Everything that the inverse depends on."""
-        fixed = torch.stack((self.sign, self.permutation.to(self.sign.dtype)))
-        return torch.cat((self.lower, self.upper, self.log_diagonal[None], fixed.to(self.lower.dtype)))
+        fixed = torch.stack((self.sign.double(), self.permutation.double()))  # 16 bits would not tell 256 from 257
+        return torch.cat((*(part.double() for part in (self.lower, self.upper, self.log_diagonal[None])), fixed))
 
     def _invert_plu(self, parameters: Tensor) -> Tensor:
         lower, upper = self._factors(torch.float64)
@@ -113,7 +113,7 @@ class InvertibleConv1x1(Bijection):
         half = torch.linalg.solve_triangular(
             lower, eye.index_select(0, self.permutation), upper=False, unitriangular=True
         )
-        return torch.linalg.solve_triangular(upper, half, upper=True).to(parameters.dtype)
+        return torch.linalg.solve_triangular(upper, half, upper=True).to(self.lower.dtype)
 
     def mix(self, matrix: Tensor, x: Tensor) -> Tensor:
         """A matrix times the channels, at every pixel."""
