@@ -100,6 +100,9 @@ def audit(
         stop.check()
     if record.settings["stopped"]:
         raise KeyboardInterrupt
+    if required and record.settings["ended"]:
+        print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
+        raise typer.Exit(1)
     failed = [use for use in required if record.verdicts[use].status.value != "safe"]
     if failed:
         states = ", ".join(f"{use} is {record.verdicts[use].status.value}" for use in failed)

@@ -172,10 +172,10 @@ class Subject:
         outcome = self._first(
             "forward", self.forward, x, context, f"{where}: {self.name} takes no batch of shape {shape}"
         )
-        if math.prod(outcome.value.shape) == 0 or len(outcome.value) != len(x):
+        got = tuple(outcome.value.shape) if isinstance(outcome.value, Tensor) else type(outcome.value).__name__
+        if not isinstance(got, tuple) or got[:1] != shape[:1] or math.prod(got) == 0:
             raise InputError(
-                f"{where}: {self.name} turned a batch of shape {shape} into {tuple(outcome.value.shape)}; "
-                "expected one latent for each sample."
+                f"{where}: {self.name} turned a batch of shape {shape} into {got}; expected one latent for each sample."
             )
         self._first(
             "inverse", self.inverse, outcome.value, context, f"{where}: the inverse of {self.name} does not work"
