@@ -70,7 +70,8 @@ def audit(
             task = running.add_task("auditing", total=1.0)
 
             def show(text: str, share: float) -> None:
-                stop.check()
+                if share < 1:  # else all is measured, and is written first
+                    stop.check()
                 running.update(task, description=text, completed=share)
 
             record = bilip.audit(
