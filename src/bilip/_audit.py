@@ -21,6 +21,7 @@ from bilip.data import Source, as_source, noise
 from bilip.data.noise import NOISE_NAMES
 from bilip.errors import InputError, NotMeasured
 from bilip.probes.blame import kind_of
+from bilip.probes.probe import ENDED
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -139,7 +140,8 @@ def audit(
             "tf32": False,
             "stopped": stopped,
             "time": time,
-            "out_of_time": clock.rang or any(m.reason == clock.reason for m in measurements),
+            "ended": next((m.reason for m in measurements if m.reason.startswith(ENDED)), ""),
+            "out_of_time": time is not None and any(m.reason == clock.reason for m in measurements),
         },
         environment=environment() | _device(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -189,8 +191,10 @@ def _unended() -> Iterator[None]:
     """Inside, a model that ends the program is an error like any other."""
     try:
         yield
-    except SystemExit as error:
-        raise InputError(f"the model ended the program (SystemExit: {error}). Remove the call of sys.exit.") from error
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{ENDED} ({type(error).__name__}: {error}).") from error
 
 
 def _require_numbers(subject: p.Subject) -> None:

@@ -32,15 +32,17 @@ def load_model(target: str, device: str | None = None) -> Adapted:
     if callable(model) and not isinstance(model, (torch.nn.Module, torch.distributions.Transform)):
         try:
             model = model()
-        except BilipError:
+        except (BilipError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise InputError(f"{target} raised {_text(error)}.") from error
     try:
         adapted = adapt(model)
     except BilipError as error:
         raise InputError(f"{target} gave an object of type {type(model).__name__}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise InputError(
             f"{target} gave an object of type {type(model).__name__}, which raised {_text(error)}."
         ) from error
@@ -59,7 +61,7 @@ def load_model(target: str, device: str | None = None) -> Adapted:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".: ")
+    return f"{type(error).__name__}: {error!s:.300}".rstrip(".: ")
 
 
 def _import(target: str) -> object:
@@ -69,11 +71,11 @@ def _import(target: str) -> object:
     sys.path.insert(0, "")
     try:
         found = importlib.import_module(module)
-    except BilipError:
+    except (BilipError, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:
         raise InputError(f"{target}: {error}. Run bilip in the folder that holds it, or install it.") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise InputError(f"importing the module {module!r} raised {_text(error)}.") from error
     finally:
         sys.path.remove("")

@@ -70,7 +70,8 @@ def audit(
             task = running.add_task("auditing", total=1.0)
 
             def show(text: str, share: float) -> None:
-                stop.check()
+                if share < 1:  # else all is measured, and is written first
+                    stop.check()
                 running.update(task, description=text, completed=share)
 
             record = bilip.audit(
@@ -100,6 +101,9 @@ def audit(
         stop.check()
     if record.settings["stopped"]:
         raise KeyboardInterrupt
+    if required and record.settings["ended"]:
+        print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
+        raise typer.Exit(1)
     failed = [use for use in required if record.verdicts[use].status.value != "safe"]
     if failed:
         states = ", ".join(f"{use} is {record.verdicts[use].status.value}" for use in failed)

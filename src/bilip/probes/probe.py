@@ -16,6 +16,7 @@ from bilip.record import Measurement
 __all__ = ["Probe", "Progress"]
 
 Progress = Callable[[float], None]
+ENDED = "the model ended the program"
 
 
 def silent(share: float) -> None:
@@ -58,8 +59,9 @@ class Probe(ABC):
             except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
             except BaseException as error:  # one probe that a model defeats, also by sys.exit, does not lose the others
-                text = " ".join(str(error).split())[:300]
-                return Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = text if isinstance(error, Exception) else f"{ENDED} ({text})"
+                return Measurement(self.name, source.name, reason=reason)
 
     @abstractmethod
     def _measure(self, subject: Subject, source: Source) -> Measurement:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from bilip.errors import BilipError, CheckpointError, InputError, RecordError
 from bilip.recipes.recipe import Measured, Recipe, Work
-from bilip.record import environment, read_json, to_plain, write_json
+from bilip.record import environment, open_regular, read_json, to_plain, write_json
 
 __all__ = ["SCHEMA", "Piece", "device_name", "do", "is_measured", "keep", "kept", "load", "loaded", "today"]
 
@@ -105,10 +104,10 @@ def load(folder: Path) -> Measured:
         found = read_json(folder / "measured.json")
         arrays: dict[str, np.ndarray] = {}
         if found["arrays"]:
-            with np.load(folder / "arrays.npz", allow_pickle=False) as stored:
+            with open_regular(folder / "arrays.npz", most=2**34) as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in found["arrays"]}
         return Measured(found["numbers"], arrays)
-    except (RecordError, OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
+    except Exception as error:  # a broken archive can raise almost anything
         raise CheckpointError(
             f"{folder} cannot be read ({type(error).__name__}: {error}). Delete its measured.json to measure again."
         ) from error

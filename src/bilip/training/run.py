@@ -191,6 +191,8 @@ class Run:
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.done, self.best_step, self.best_loss = facts["step"], facts["best_step"], facts["best_loss"]
         restore_optimizer(self.optimizer, tensors, facts["optimizer"])
+        if set(facts["scaler"]) != set(self.fabric.strategy.precision.state_dict()):
+            raise CheckpointError("its loss was scaled in another way")
         if facts["scaler"]:
             self.fabric.strategy.precision.load_state_dict(facts["scaler"])
         for name in facts["sums"]:
@@ -252,9 +254,9 @@ class Run:
                 raise CheckpointError(
                     f"{self.last} is not the state of a run ({name!r} is {facts[name]!r:.40}). Delete it to begin anew."
                 )
-        if bool(facts["sums"]) != bool(facts["summed"]):
+        if bool(facts["sums"]) != bool(facts["summed"]) or any(size < 0 for size in facts["log"].values()):
             raise CheckpointError(
-                f"{self.last} is not the state of a run (losses without steps). Delete it to begin anew."
+                f"{self.last} is not the state of a run (losses of no steps, or logs of less than nothing). Delete it to begin anew."
             )
         difference = self.settings.difference(facts["settings"])
         kinds = [state.get("kind") for state in facts["penalties"]], [type(p).__name__ for p in self.task.penalties]

@@ -187,6 +187,9 @@ def restore_optimizer(
                 raise CheckpointError(f"the state of the optimizer holds {prefix}{name} = {value!r:.40}.")
         if not {"exp_avg", "exp_avg_sq", "step"} <= set(state[k]):
             raise CheckpointError(f"the state of the optimizer lacks the moments of parameter {k}.")
+    lost = [name for name in tensors if name.startswith("optimizer.") and name.split(".")[1] not in map(str, state)]
+    if lost:
+        raise CheckpointError(f"the state of the optimizer does not say whose {lost[0]} is.")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
