@@ -119,8 +119,8 @@ class Call:
         return x, _total(logs, x) if self.log_det else None, stored
 
     def _is_told(self, k: int) -> bool:
-        """Whether the state before unit `k` gets a fingerprint: the first state is kept, to move entries around changes no drift, and half of what enters a
-        1x1 convolution has passed the coupling before it as it was, which is told.
+        """Whether the state before unit `k` gets a fingerprint. The first state is kept; to move entries around changes no drift; and
+        half of what enters a 1x1 convolution has passed the coupling before it as it was, where it is told.
         """
         if not k or self.units[k].rearranges:
             return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "Print", "drifts_of", "kernels", "true_drift"]
+__all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 
 ROWS, PLACES = (
     32,
@@ -19,9 +19,7 @@ ROWS, PLACES = (
 )  # samples that tell the scale of a coordinate; coordinates that tell the one of those that are all zero
 STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # factors of the hash, odd
 FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
-LOW = (
-    0.01  # a coordinate's scale is at least this share of its size: a large constant is known to its own rounding alone
-)
+FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
 TINY, HUGE = 1e-30, 1e30
 
 
@@ -29,11 +27,11 @@ TINY, HUGE = 1e-30, 1e30
 class Fingerprint:
     r"""Random weights for one state of one step: other ones for every step, block, sample and place.
 
-    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample, over the root of twice their number. The scale
-    $s_j$ of a coordinate is its typical spread over the batch, so that no large coordinate hides a small one;
-    $\varphi(u) = u$ up to 1 and $1 + \log u$ beyond, so that what is larger than that counts by its own size. The weights have random
-    signs and magnitudes in [0.5, 1.5], so that equal drifts do not cancel; they are a hash of a counter that lives on the device, of block, sample and
-    place: no generator is disturbed, and a captured step draws anew each time it is replayed.
+    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample, over the root of twice their number. The scale $s_j$ of a
+    coordinate is its typical spread over the batch, so that no large coordinate hides a small one; $\varphi(u) = u$ up to 32 and
+    $32 + 32 \log(u / 32)$ beyond, so that what is far larger than is typical counts by its own size. The weights have random signs and
+    magnitudes in [0.5, 1.5], so that equal drifts do not cancel; they are a hash of a counter that lives on the device, of block,
+    sample and place: no generator is disturbed, and a captured step draws anew each time it is replayed.
 
     Args:
         counter: A number that is another one in every step.
@@ -95,14 +93,14 @@ class Print:
 
 
 def scales(flat: Tensor) -> Tensor:
-    """The scale of each coordinate: the geometric mean, over a few neighbours in the batch, of how far they are apart, at least 1 % of the mean size.
+    """The scale of each coordinate: the geometric mean of how far neighbours in the batch are apart, at least 1/32 of their size.
 
-    Zeros do not count. A geometric mean is hardly moved by one sample, however large. A coordinate that is constant has its size for a scale, one that is
-    zero throughout that of some others.
+    Zeros do not count, and no single sample, however large, moves a geometric mean by much. A coordinate that is constant has its size for a
+    scale, one that is zero throughout that of some others.
     """
     rows = flat[:: max(1, len(flat) // ROWS)][:ROWS].to(wide(flat.dtype))
     size, spread = geometric(rows), geometric(rows[1:] - rows[:-1])
-    scale = torch.where(spread > 0, torch.maximum(spread, LOW * size), size)
+    scale = torch.where(spread > 0, torch.maximum(spread, size / FAR), size)
     others = geometric(rows[:, :: max(1, flat.shape[1] // PLACES)][:, :PLACES].reshape(-1, 1))
     others = torch.where(others > 0, others, 1.0)
     return torch.where(scale > 0, scale, others).clamp(TINY, HUGE)
@@ -117,10 +115,10 @@ def geometric(values: Tensor) -> Tensor:
 
 
 def squeezed(flat: Tensor, scale: Tensor) -> Tensor:
-    """Entries in the scales of their coordinates; what is larger than that, by its logarithm."""
+    """Entries in the scales of their coordinates; what is far beyond, by its logarithm."""
     u = flat.to(wide(flat.dtype)) / scale
     size = u.abs()
-    return torch.where(size > 1, (1 + size.clamp_min(1).log()).copysign(u), u)
+    return torch.where(size > FAR, (FAR + FAR * (size / FAR).clamp_min(1).log()).copysign(u), u)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -154,14 +152,6 @@ def drifts_of(before: Sequence[Print], after: Sequence[Tensor]) -> Tensor:
     """The largest drift over the samples, for each pair of fingerprints; what is not finite has drifted infinitely far."""
     apart = torch.stack(list(after)) - torch.stack([one.sums for one in before])
     return _largest(torch.linalg.vector_norm(apart.double(), dim=2))
-
-
-def true_drift(x: Tensor, known: Tensor) -> Tensor:
-    """The same against an activation that was kept."""
-    flat = known.flatten(1)
-    scale = scales(flat)
-    apart = squeezed(x.flatten(1), scale) - squeezed(flat, scale)
-    return _largest(torch.linalg.vector_norm(apart.double(), dim=1) / math.sqrt(flat.shape[1]))
 
 
 def _largest(drift: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Kernels for GPUs, in Triton: what a walk does to a state between its matrix products and its nets, in one pass each.
 
-Every program works on one sample. A fingerprint (`bilip.reversible.fingerprint`) costs a few operations in registers on the way; the scales of the
-coordinates, on the way there, one small launch. The numbers are those of torch's operations up to rounding.
+Every program works on one sample. A fingerprint (`bilip.reversible.fingerprint`) costs a few operations in registers on the way;
+the scales of the coordinates, on the way there, one small launch. The numbers are those of torch's operations up to rounding.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from bilip.reversible.fingerprint import (
+    FAR,
     FIRST,
     HUGE,
-    LOW,
     PLACE,
     PLACES,
     ROW,
@@ -36,7 +36,7 @@ __all__ = ["couple", "scales", "sums", "uncouple"]
 
 _STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
 _FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
-_LOW, _TINY, _HUGE = (tl.constexpr(n) for n in (LOW, TINY, HUGE))
+_FAR, _TINY, _HUGE = (tl.constexpr(n) for n in (FAR, TINY, HUGE))
 
 
 def scales(flat: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _scales(
     mean = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
     total, count = _logs(tl.where(both, after - value, 0.0))
     spread = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
-    scale = tl.where(spread > 0, tl.maximum(spread, _LOW * mean), mean)
+    scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
     scale = tl.where(scale > 0, scale, others)
     scale = tl.minimum(tl.maximum(scale, _TINY), _HUGE)
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -196,8 +196,8 @@ def _weighted(value, scale, at, size, seed, first, second):
     """Add the entries of a sample, in their scales, to its two sums."""
     u = value.to(scale.dtype.element_ty) / tl.load(scale + at, mask=at < size, other=1.0)
     large = tl.abs(u)
-    far = 1.0 + tl.log(tl.maximum(large, 1.0))
-    u = tl.where(large > 1.0, tl.where(u > 0, far, -far), u)
+    far = _FAR + _FAR * tl.log(tl.maximum(large / _FAR, 1.0))
+    u = tl.where(large > _FAR, tl.where(u > 0, far, -far), u)
     mixed = seed ^ (at * _PLACE)
     mixed ^= (mixed >> 16) & 0xFFFF
     mixed *= _FIRST
