@@ -103,7 +103,7 @@ def test_extreme_scales(fused, device, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 2), (16, 3072), (7, 4099), (200, 5), (100, 130)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 2), (16, 3072), (7, 4099), (70, 5), (40, 130)])
 def test_fingerprints(fused, device, rows, size, dtype):
     x = torch.randn(rows, size, device=device).to(dtype)
     x[0] *= 1e3 if dtype == torch.float16 else 1e20
