@@ -57,7 +57,9 @@ def test_contexts_that_depend_on_the_same_parameters():
     for f in (model, Reversible(model)):
         z = f(f(x, x), f(x, x.cos()))
         first = torch.autograd.grad(z.square().sum(), list(model.parameters()), create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), list(model.parameters()), allow_unused=True))
+        found.append(
+            torch.autograd.grad(sum(g.square().sum() for g in first), list(model.parameters()), allow_unused=True)
+        )
     same(found)
 
 

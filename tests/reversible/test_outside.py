@@ -111,7 +111,9 @@ def test_the_first_call_leaves_numbers_and_statistics_as_one_call_does():
         return gated_net
 
     torch.manual_seed(0)
-    model = Chain(*(blocks.AffineCoupling(net(), partition=blocks.Split(swap=k % 2 == 1)) for k in range(3)), shape=(8,))
+    model = Chain(
+        *(blocks.AffineCoupling(net(), partition=blocks.Split(swap=k % 2 == 1)) for k in range(3)), shape=(8,)
+    )
     model, x = model.double(), torch.randn(16, 8, dtype=torch.float64)
     results = []
     for wrap in (lambda m: m, Reversible):
