@@ -8,17 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from bilip import Flow, models
+from bilip import Flow, Reversible, models
 from bilip.blocks import ActNorm
 from bilip.blocks.actnorm import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.objectives import Likelihood
+from bilip.regularizers import FiniteDifference
 from bilip.training import Average, Settings, Task, load_weights, read_log, read_state, save_state, train
 from bilip.training.lock import alone
 from training.runs import make_settings, make_task, silent
@@ -370,6 +372,19 @@ def test_diverged_training_says_where_and_what_is_left(tmp_path):
     tensors, facts = read_state(tmp_path / "last.safetensors")
     assert facts["step"] == 14
     assert all(bool(value.isfinite().all()) for value in tensors.values())
+
+
+def test_a_guarded_walk_with_a_penalty_on_an_overflowing_model_diverges_by_name(tmp_path):
+    torch.manual_seed(58)
+    trunk = models.real_nvp(2, blocks=4, hidden=(8,), scale="exp")
+    with torch.no_grad():  # log p is finite, the inverse is 1e10 and its derivative overflows
+        trunk[1].t.layers[-1].bias[1:] -= 27.1
+        trunk[0].t.layers[-1].bias[1:] -= 23.0
+    x, penalties = torch.randn(8, 2), (FiniteDifference(0.1),)
+    task = Task(Flow(Reversible(trunk)), lambda draw: (x,), Likelihood(penalties), penalties=penalties)
+    with warnings.catch_warnings(), pytest.raises(TrainingDiverged, match="the loss was"):
+        warnings.simplefilter("ignore")
+        train(task, make_settings(steps=5), tmp_path, progress=silent)
 
 
 def test_weights_that_are_not_finite_at_the_end(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
 from bilip.blocks._nets import call
 from bilip.blocks.scale import SigmoidScale
-from bilip.reversible.fingerprint import Fingerprint, kernels
+from bilip.reversible.fingerprint import kernels
 from bilip.reversible.unit import Pulled, Ran, Unit, leaf, pull
 
 __all__ = ["Coupling"]
@@ -27,7 +27,7 @@ class Coupling(Unit):
 
     block: AdditiveCoupling | AffineCoupling
 
-    def run(self, x, context, *, log_det, own=False, mark=None):
+    def run(self, x, context, *, log_det, own=False, mark=None, matrices=None):
         block, fused = self.block, self._kernels(x)
         if fused is None and not (own and self._views):
             return super().run(x, context, log_det=log_det, mark=mark)
@@ -35,7 +35,7 @@ class Coupling(Unit):
         x1, x2 = block._split(x)
         h, shift, raw = self._nets(x1, x2, context)
         if fused is not None and h is not None and h.dtype == x.dtype:
-            seen, log = fused.couple(x, h.contiguous(), *self._layout(x, mark), inverse=self.inverse)
+            seen, log = fused.couple(x, h.contiguous(), *self._layout(x), mark, inverse=self.inverse)
             return Ran(x, self._log(x, log) if log_det else None, seen)
         seen = None if mark is None else mark.of(x)
         gain, log_gain = self._gain(raw, log_det=log_det)
@@ -53,10 +53,11 @@ class Coupling(Unit):
     def _log(self, x: Tensor, log: Tensor | None) -> Tensor:
         return x.new_zeros(len(x)) if log is None else log
 
-    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
         block, fused = self.block, self._kernels(y) if known is None else None
         y = y if own or fused is None else y.clone(memory_format=torch.contiguous_format)
         (y1, y2), (g1, g2) = block.partition.split(y), block.partition.split(grad)
+        y1 = y1 if known is None else block.partition.split(known)[0]  # the same, without what the walk has lost
         with torch.enable_grad():
             point = y1.data.requires_grad_()  # not detach: what is written into y2 does not concern the graph of y1
             given = leaf(context)
@@ -64,9 +65,9 @@ class Coupling(Unit):
         if fused is not None and h is not None and h.dtype == y.dtype:
             whole = h.detach().contiguous()
             g_h, g_x, seen = fused.uncouple(
-                y, whole, grad.contiguous(), grad_log, *self._layout(y, mark), inverse=self.inverse
+                y, whole, grad.contiguous(), grad_log, *self._layout(y), mark, inverse=self.inverse
             )
-            pulled = pull(y1, [h], [g_h], point, block, given)
+            pulled = pull(y1, [h], [g_h], point, self, given, outside)
             torch.add(g1, pulled.grad, out=block.partition.split(g_x)[0])
             return Pulled(y, g_x, pulled.parameters, pulled.context, seen)
         with torch.enable_grad():
@@ -84,7 +85,7 @@ class Coupling(Unit):
             sign = -1 if self.inverse else 1
             outputs.append(log_gain)
             grads.append((sign * grad_log).view(-1, *[1] * (log_gain.ndim - 1)).expand_as(log_gain).to(log_gain.dtype))
-        pulled = pull(y1, outputs, grads, point, block, given)
+        pulled = pull(y1, outputs, grads, point, self, given, outside)
         x = y if in_place else block.partition.merge(y1, x2) if known is None else known
         with torch.no_grad():
             g_x = self._merged(grad, g1, pulled.grad, g2, gain, own=own)
@@ -104,14 +105,14 @@ class Coupling(Unit):
             return None
         return kernels(x)
 
-    def _layout(self, x: Tensor, mark: Fingerprint | None):
-        """What a kernel is told: the numbers of the scale, where the transformed part begins, the signs of the fingerprint."""
+    def _layout(self, x: Tensor) -> tuple[tuple[float, float, float] | None, int]:
+        """What a kernel is told: the numbers of the scale, and where the transformed part begins."""
         block, numbers = self.block, None
         if isinstance(block, AffineCoupling) and isinstance(block.scale, SigmoidScale):
             numbers = block.scale.low, block.scale.high, block.scale.shift
         first = block.partition.split(x)[0]
         place = 0 if block.partition.swap else math.prod(first.shape[1:])  # type: ignore[union-attr]
-        return numbers, place, None if mark is None else mark.signs_of(x)
+        return numbers, place
 
     def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """The output of the one net, if there is one; shift and raw scale, of an additive block only the shift."""

@@ -1,64 +1,134 @@
-"""Fingerprints of activations: a few numbers for each sample that tell how far a recovered activation is from the one that was."""
+"""Fingerprints of activations: two numbers for each sample that tell how far a recovered activation is from the one that was."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "drifts_of", "kernels", "true_drift"]
+__all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 
-_ODD, _OTHER = -0x61C8864680B583EB, 0x2545F4914F6CDD1D
+ROWS, PLACES = (
+    32,
+    64,
+)  # samples that tell the scale of a coordinate; coordinates that tell the one of those that are all zero
+STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # factors of the hash, odd
+FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
+FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
+TINY, HUGE = 1e-30, 1e30
 
 
+@dataclass(frozen=True)
 class Fingerprint:
-    """Two sums of an activation under random signs, one over each half of it, and its norm, for each sample in float64.
+    r"""Random weights for one state of one step: other ones for every step, block, sample and place.
 
-    The sum and the difference of the two are projections on mutually orthogonal sign vectors. The signs are a hash of the place and of
-    a counter that lives on the device: no generator is disturbed, and a captured step draws anew each time it is replayed.
+    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample, over the root of twice their number. The scale $s_j$ of a
+    coordinate is its typical spread over the batch, so that no large coordinate hides a small one; $\varphi(u) = u$ up to 32 and
+    $32 + 32 \log(u / 32)$ beyond, so that what is far larger than is typical counts by its own size. The weights have random signs and
+    magnitudes in [0.5, 1.5], so that equal drifts do not cancel; they are a hash of a counter that lives on the device, of block,
+    sample and place: no generator is disturbed, and a captured step draws anew each time it is replayed.
 
     Args:
         counter: A number that is another one in every step.
+        block: Which state of the step this is.
     """
 
-    def __init__(self, counter: Tensor) -> None:
-        self.counter = counter.clone()
-        self.signs: dict[tuple[int, torch.dtype], Tensor] = {}
-        self.halves: dict[int, Tensor] = {}
+    counter: Tensor
+    block: int = 0
 
-    def of(self, x: Tensor, *, norm: bool = True) -> Tensor:
-        """The two sums and, if wanted, the norm: shape `(batch, 3)` or `(batch, 2)`."""
+    @property
+    def key(self) -> int:
+        """What the block adds to the hash."""
+        return self.block * BLOCK & 0x7FFFFFFF
+
+    def of(self, x: Tensor) -> Print:
+        """The fingerprint of a state on the way there."""
+        fused = kernels(x)
+        scale = (scales if fused is None else fused.scales)(x.flatten(1))
+        return Print(self, scale, self.sums(x, scale))
+
+    def sums(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The two sums of each sample, given the scales of the coordinates: shape `(batch, 2)`."""
         flat, fused = x.flatten(1), kernels(x)
-        if fused is None:
-            return sums(flat, self.halves_of(x), norm=norm)
-        return fused.sums(flat, self.signs_of(x))
+        if fused is not None:
+            return fused.sums(flat, scale, self)
+        terms = squeezed(flat, scale)[:, :, None] * self.weights(
+            flat
+        )  # no product of matrices: autocast would round it
+        return terms.sum(1) / norm(flat.shape[1])
 
-    def signs_of(self, x: Tensor) -> Tensor:
-        """The signs for activations of this size."""
-        size = x[0].numel()
-        if (size, x.dtype) not in self.signs:
-            mixed = torch.arange(size, device=x.device) * _ODD + self.counter * _OTHER
-            for shift in (30, 27):
-                mixed = (mixed ^ (mixed >> shift)) * _ODD
-            self.signs[size, x.dtype] = (((mixed >> 33) & 1) * 2 - 1).to(x.dtype)
-        return self.signs[size, x.dtype]
-
-    def halves_of(self, x: Tensor) -> Tensor:
-        """The same as a matrix in float64, one column for each half."""
-        size = x[0].numel()
-        if size not in self.halves:
-            first = torch.arange(size, device=x.device) < (size + 1) // 2
-            self.halves[size] = self.signs_of(x).double()[:, None] * torch.stack((first, ~first), 1)
-        return self.halves[size]
+    def weights(self, flat: Tensor) -> Tensor:
+        """Two for each entry, shape `(batch, size, 2)`."""
+        row = torch.arange(len(flat), device=flat.device) * ROW + self.key
+        row = (row + (self.counter & 0xFFFFFFFF) * STEP) & 0xFFFFFFFF
+        row = ((row ^ (row >> 16)) * FIRST) & 0xFFFFFFFF
+        row = ((row ^ (row >> 15)) * SECOND_OF_A_ROW) & 0xFFFFFFFF
+        place = torch.arange(flat.shape[1], dtype=torch.int32, device=flat.device) * PLACE
+        mixed = (row ^ (row >> 16)).to(torch.int32)[:, None] ^ place
+        mixed ^= (mixed >> 16) & 0xFFFF
+        mixed *= FIRST
+        mixed ^= (mixed >> 15) & 0x1FFFF
+        mixed *= SECOND
+        mixed ^= (mixed >> 16) & 0xFFFF
+        weights = mixed.view(torch.int16).to(wide(flat.dtype)).div_(32768)
+        return weights.add_(torch.copysign(torch.full_like(weights, 0.5), weights)).unflatten(1, (-1, 2))
 
 
-def sums(flat: Tensor, halves: Tensor, *, norm: bool = True) -> Tensor:
-    """What a fingerprint consists of, by torch's own operations."""
-    exact = flat.double()
-    found = exact @ halves
-    return torch.cat((found, _norms(exact)[:, None]), 1) if norm else found
+@dataclass(frozen=True)
+class Print:
+    """A fingerprint that was taken: with which weights, in which scales of the coordinates, and its sums."""
+
+    fingerprint: Fingerprint
+    scale: Tensor
+    sums: Tensor
+
+    def again(self, x: Tensor) -> Tensor:
+        """The same sums of the state that was recovered."""
+        return self.fingerprint.sums(x, self.scale)
+
+
+def scales(flat: Tensor) -> Tensor:
+    """The scale of each coordinate: the geometric mean of how far neighbours in the batch are apart, at least 1/32 of their size.
+
+    Zeros do not count, and no single sample, however large, moves a geometric mean by much. A coordinate that is constant has its size for a
+    scale, one that is zero throughout that of some others.
+    """
+    rows = flat[:: max(1, len(flat) // ROWS)][:ROWS].to(wide(flat.dtype))
+    size, spread = geometric(rows), geometric(rows[1:] - rows[:-1])
+    scale = torch.where(spread > 0, torch.maximum(spread, size / FAR), size)
+    others = geometric(rows[:, :: max(1, flat.shape[1] // PLACES)][:, :PLACES].reshape(-1, 1))
+    others = torch.where(others > 0, others, 1.0)
+    return torch.where(scale > 0, scale, others).clamp(TINY, HUGE)
+
+
+def geometric(values: Tensor) -> Tensor:
+    """The geometric mean of the sizes of what is not zero, over the first dimension; 0 where all is."""
+    size = values.abs()
+    some = size > 0
+    logs = torch.where(some, size, 1.0).log().sum(0)
+    return torch.where(some.any(0), (logs / some.sum(0).clamp_min(1)).exp(), 0.0)
+
+
+def squeezed(flat: Tensor, scale: Tensor) -> Tensor:
+    """Entries in the scales of their coordinates; what is far beyond, by its logarithm."""
+    u = flat.to(wide(flat.dtype)) / scale
+    size = u.abs()
+    return torch.where(size > FAR, (FAR + FAR * (size / FAR).clamp_min(1).log()).copysign(u), u)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of fingerprints: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def norm(size: int) -> float:
+    """What a sum is divided by, so that the root of the sum of two squares is, on average, the root mean square of the drift."""
+    return math.sqrt(2 * size * 13 / 12)  # 13/12: the mean square of a weight
 
 
 def kernels(x: Tensor) -> Any:
@@ -71,34 +141,19 @@ def _kernels() -> Any:
     try:
         from bilip.reversible import fused
 
-        fused.sums(torch.zeros(1, 2, device="cuda"), torch.ones(2, device="cuda"))
+        zero = torch.zeros(1, 2, device="cuda")
+        fused.sums(zero, fused.scales(zero), Fingerprint(torch.zeros((), dtype=torch.int64, device="cuda")))
     except Exception:  # not installed, no compiler, a GPU it does not know: torch's operations are right everywhere
         return None
     return fused
 
 
-def drifts_of(before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """The largest drift over the samples, for each pair of fingerprints, relative to the norm of that sample there.
-
-    What is not finite has drifted infinitely far.
-    """
-    known = torch.stack(before)
-    return _relative(
-        (torch.stack([one[:, :2] for one in after]) - known[..., :2]).square().sum(2).sqrt(), known[..., 2]
-    )
+def drifts_of(before: Sequence[Print], after: Sequence[Tensor]) -> Tensor:
+    """The largest drift over the samples, for each pair of fingerprints; what is not finite has drifted infinitely far."""
+    apart = torch.stack(list(after)) - torch.stack([one.sums for one in before])
+    return _largest(torch.linalg.vector_norm(apart.double(), dim=2))
 
 
-def true_drift(x: Tensor, known: Tensor) -> Tensor:
-    """The same against an activation that was kept."""
-    return _relative(_norms((x - known).flatten(1)), _norms(known.flatten(1)))
-
-
-def _norms(flat: Tensor) -> Tensor:
-    """Of each sample, in float64: in float32 the squares of 1e20 overflow."""
-    return torch.linalg.vector_norm(flat.double(), dim=1)
-
-
-def _relative(apart: Tensor, size: Tensor) -> Tensor:
-    """Samples next to zero count by the typical size of the batch, which no outlier moves."""
-    ratio = (apart / (size + 1e-6 * size.median(-1, keepdim=True).values + 1e-30)).amax(-1)
-    return torch.where(torch.isfinite(ratio), ratio, torch.inf)
+def _largest(drift: Tensor) -> Tensor:
+    most = drift.amax(-1)
+    return torch.where(torch.isfinite(most), most, torch.inf)

@@ -2,76 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilip.reversible.call import Backward, Call
-from bilip.reversible.replay import frozen_statistics, modes_again
 
 __all__ = ["MemorySaving"]
 
 
 class MemorySaving(torch.autograd.Function):
-    """Ordinary autograd outside; inside, nothing between the two ends is kept."""
+    """Ordinary autograd outside; inside, nothing between the two ends is kept.
+
+    The tensors after the context are the parameters of the call, then those from outside.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, context: Tensor | None, *parameters: Tensor):
         z, log_det, stored = call.run(x, context)
         z = z.clone() if z is x or z._base is not None else z  # an output of its own: no view of the input
-        ctx.call, ctx.has_context, ctx.count = call, context is not None, len(stored)
-        ctx.save_for_backward(x, z, *([] if context is None else [context]), *stored, *parameters)
+        ctx.call, ctx.count = call, len(stored)
+        ctx.save_for_backward(x, z, context, *stored, *parameters)
         ctx.set_materialize_grads(False)
         return (z, log_det) if call.log_det else z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         call: Call = ctx.call
-        x, z, *rest = ctx.saved_tensors
-        context = rest.pop(0) if ctx.has_context else None
+        x, z, context, *rest = ctx.saved_tensors
         stored, parameters = tuple(rest[: ctx.count]), rest[ctx.count :]
-        grad = torch.zeros_like(z) if grads[0] is None else grads[0]
-        back = Backward(x, z, context, stored, grad, grads[1] if call.log_det else None)
+        wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            return _stored(call, back, parameters, grads, create_graph=True)
-        g_x, found = call.pull(back)
+            given = [g for g in grads if g is not None]
+            function = partial(_vjp, call.stored, [k for k, g in enumerate(grads) if g is not None], wanted)
+            found = Again.apply(function, len(parameters), 2, x, context, *parameters, *given)
+            return None, *found[: len(wanted)]
+        grad = torch.zeros_like(z) if grads[0] is None else grads[0]
+        g_x, result = call.pull(Backward(x, z, context, stored, grad, grads[1] if call.log_det else None))
         if (
             call.overflowed
         ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not
-            return _stored(call, back, parameters, grads, create_graph=False)
+            given = [(k, g) for k, g in enumerate(grads) if g is not None]
+            x, context = _cut(x), _cut(context)
+            found = _vjp(call.stored, [k for k, _ in given], wanted, x, context, *parameters, *(g for _, g in given))
+            return None, *(None if g is None else g.detach() for g in found[: len(wanted)])
         return (
             None,
-            g_x.to(x.dtype) if ctx.needs_input_grad[1] else None,
-            found.context if ctx.needs_input_grad[2] else None,
-            *(found.parameters.get(p) for p in call.parameters),
+            g_x.to(x.dtype) if wanted[0] else None,
+            result.context if wanted[1] else None,
+            *(result.parameters.get(p) for p in (*call.parameters, *call.outside)),
         )
 
 
-def _stored(
-    call: Call, back: Backward, parameters: Sequence[Tensor], grads: Sequence[Tensor | None], *, create_graph: bool
-):
-    """The stored path: everything again, with a graph."""
-    b, context = call.bijection, back.context
-    x = back.x if back.x.requires_grad else back.x.detach().requires_grad_()
-    norms = [norm for unit in call.norms for norm in unit]
-    call._require_unchanged()
-    with (
-        torch.enable_grad(),
-        modes_again(call.modes),
-        call.seeds.again(-1),
-        call.conditions.again(),
-        frozen_statistics(norms),
-    ):
-        if call.log_det:
-            outputs = list((b.inverse_and_log_det if call.inverse else b.forward_and_log_det)(x, context))
+class Again(torch.autograd.Function):
+    """A function of tensors that is evaluated from leaves of its own, so that no history is differentiated along with it. It can be
+    differentiated any number of times, by evaluating it again.
+
+    Args:
+        function: From tensors to as many tensors or `None`.
+        fixed: How many of the tensors stand in modules, and are leaves by themselves.
+        place: The place of the first of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Sequence[Tensor | None]], fixed: int, place: int, *tensors: Any):
+        ctx.function, ctx.fixed, ctx.place = function, fixed, place
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        found = function(*_leaves(tensors, fixed, place))
+        return tuple(None if t is None else t.detach() for t in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):
+        tensors, places = ctx.saved_tensors, [k for k, g in enumerate(grads) if g is not None]
+        function = partial(_vjp, ctx.function, places, ctx.needs_input_grad[3:])
+        given = (*tensors, *(grads[k] for k in places))
+        if torch.is_grad_enabled():
+            found = Again.apply(function, ctx.fixed, ctx.place, *given)
         else:
-            outputs = [(b.inverse if call.inverse else b)(x, context)]
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=False) if g is not None and o.requires_grad]
-    given = [] if context is None or not context.requires_grad else [context]
-    inputs = [x, *given, *parameters]
-    found = torch.autograd.grad(
-        [o for o, _ in pairs], inputs, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
-    )
-    return None, found[0], found[1] if given else None, *found[1 + len(given) :]
+            found = function(*_leaves(given, ctx.fixed, ctx.place))
+        return None, None, None, *(found[k] for k in range(len(tensors)))
+
+
+def _vjp(
+    function: Callable[..., Sequence[Tensor | None]], places: Sequence[int], wanted: Sequence[bool], *tensors: Any
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the outputs at some places with respect to the inputs of a function, as far as wanted; the last tensors are the
+    gradients of these outputs. As many come back as tensors are given.
+    """
+    count = len(tensors) - len(places)
+    inputs, grads = tensors[:count], tensors[count:]
+    with torch.enable_grad():
+        outputs = function(*inputs)
+        pairs = [(outputs[k], g) for k, g in zip(places, grads, strict=True)]
+        pairs = [(o, g) for o, g in pairs if o is not None and o.requires_grad]
+        asked = [k for k in range(count) if wanted[k] and inputs[k] is not None and inputs[k].requires_grad]
+        found: list[Tensor | None] = [None] * len(tensors)
+        if pairs and asked:
+            values = torch.autograd.grad(
+                [o for o, _ in pairs],
+                [inputs[k] for k in asked],
+                [g for _, g in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+            for k, value in zip(asked, values, strict=True):
+                found[k] = value
+    return tuple(found)
+
+
+def _leaves(tensors: Sequence[Any], fixed: int, place: int) -> list[Any]:
+    return [t if place <= k < place + fixed else _cut(t) for k, t in enumerate(tensors)]
+
+
+def _cut(tensor: Any) -> Any:
+    """Without its history."""
+    if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        return tensor
+    return tensor.detach().requires_grad_()

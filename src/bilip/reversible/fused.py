@@ -1,7 +1,7 @@
 """Kernels for GPUs, in Triton: what a walk does to a state between its matrix products and its nets, in one pass each.
 
-Every program works on one sample. A fingerprint (two signed sums and the norm, `bilip.reversible.fingerprint`) costs nothing on the
-way. The numbers are those of torch's operations up to rounding.
+Every program works on one sample. A fingerprint (`bilip.reversible.fingerprint`) costs a few operations in registers on the way;
+the scales of the coordinates, on the way there, one small launch. The numbers are those of torch's operations up to rounding.
 """
 
 from __future__ import annotations
@@ -14,28 +14,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["couple", "shift", "sums", "uncouple"]
+from bilip.reversible.fingerprint import (
+    FAR,
+    FIRST,
+    HUGE,
+    PLACE,
+    PLACES,
+    ROW,
+    ROWS,
+    SECOND,
+    SECOND_OF_A_ROW,
+    STEP,
+    TINY,
+    Fingerprint,
+    Print,
+    norm,
+    wide,
+)
+
+__all__ = ["couple", "scales", "sums", "uncouple"]
+
+_STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
+_FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
+_FAR, _TINY, _HUGE = (tl.constexpr(n) for n in (FAR, TINY, HUGE))
 
 
-def sums(flat: Tensor, signs: Tensor) -> Tensor:
-    """The fingerprint of each row."""
+def scales(flat: Tensor) -> Tensor:
+    """The scale of each coordinate, as `bilip.reversible.fingerprint.scales` finds it."""
     flat = flat.contiguous()
-    found = _prints(flat)
-    _launch(_sums, flat, flat, signs, found, (flat.shape[1] + 1) // 2)
+    rows, size = flat.shape
+    found = torch.empty(size, dtype=wide(flat.dtype), device=flat.device)
+    apart, places = max(1, rows // ROWS), max(1, size // PLACES)
+    with torch.cuda.device_of(flat):
+        _scales[(triton.cdiv(size, 64),)](
+            flat,
+            found,
+            min(ROWS, -(-rows // apart)),
+            apart,
+            min(PLACES, -(-size // places)),
+            places,
+            size,
+            ROWS,
+            64,
+            PLACES,
+            num_warps=4,
+        )
     return found
 
 
-def shift(x: Tensor, bias: Tensor, sign: int, signs: Tensor, *, before: bool) -> tuple[Tensor, Tensor]:
-    """`x + sign * bias` over the channels, and the fingerprint of x before or after."""
-    out, found = torch.empty_like(x), _prints(x)
-    size = x[0].numel()
-    _launch(_shift, x, x, out, bias, sign, signs, found, (size + 1) // 2, size // len(bias), before)
-    return out, found
+def sums(flat: Tensor, scale: Tensor, key: Fingerprint) -> Tensor:
+    """The two sums of each row."""
+    flat = flat.contiguous()
+    found = _sums_like(flat)
+    _launch(_sums, flat, flat, *_key(key, scale, flat), found)
+    return found
 
 
 def couple(
-    x: Tensor, h: Tensor, scale: tuple[float, float, float] | None, place: int, signs: Tensor | None, *, inverse: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    x: Tensor,
+    h: Tensor,
+    scale: tuple[float, float, float] | None,
+    place: int,
+    mark: Fingerprint | None,
+    *,
+    inverse: bool,
+) -> tuple[Print | None, Tensor | None]:
     """Transform a part of x in place, as a coupling whose net gave h does; the fingerprint of x before, and the sum of log-gains.
 
     Args:
@@ -43,13 +86,13 @@ def couple(
         h: The shift, and below it the raw scale if there is a scale; likewise.
         scale: Low and high end of the sigmoid and what is added to its argument; `None` for additive coupling.
         place: Where in each sample the transformed part begins.
-        signs: Of the fingerprint; `None` for none.
+        mark: The fingerprint to be taken; `None` for none.
         inverse: Subtract and divide, instead of multiply and add.
     """
-    found = None if signs is None else _prints(x)
+    taken = None if mark is None else Print(mark, scales(x.flatten(1)), _sums_like(x))
     logs = None if scale is None else x.new_empty(len(x))
-    _launch(_couple, x, x, h, *_options(scale, h), place, signs, found, logs, (x[0].numel() + 1) // 2, inverse)
-    return found, logs
+    _launch(_couple, x, x, h, *_options(scale, h), place, *_key_of(taken, x), logs, inverse)
+    return taken, logs
 
 
 def uncouple(
@@ -59,22 +102,21 @@ def uncouple(
     grad_log: Tensor | None,
     scale: tuple[float, float, float] | None,
     place: int,
-    signs: Tensor | None,
+    taken: Print | None,
     *,
     inverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Undo `couple` in place and pull a gradient through it.
 
     Returns:
-        The gradient with respect to h; that with respect to the state, only its transformed part is filled in; the fingerprint of
-        the state that was recovered.
+        The gradient with respect to h; that with respect to the state, only its transformed part is filled in; the sums of the
+        fingerprint of the state that was recovered, if one was taken.
     """
     g_h, g_x = torch.empty_like(h), torch.empty_like(grad)
     grad_log = None if grad_log is None else grad_log.contiguous()  # that of a sum is one number, expanded
-    found = None if signs is None else _prints(y)
-    half = (y[0].numel() + 1) // 2
-    _launch(_uncouple, y, y, h, grad, grad_log, g_h, g_x, *_options(scale, h), place, signs, found, half, inverse)
-    return g_h, g_x, found
+    again = None if taken is None else Print(taken.fingerprint, taken.scale, _sums_like(y))
+    _launch(_uncouple, y, y, h, grad, grad_log, g_h, g_x, *_options(scale, h), place, *_key_of(again, y), inverse)
+    return g_h, g_x, None if again is None else again.sums
 
 
 def _options(scale: tuple[float, float, float] | None, h: Tensor) -> tuple[Any, ...]:
@@ -84,8 +126,19 @@ def _options(scale: tuple[float, float, float] | None, h: Tensor) -> tuple[Any, 
     return scale is not None, low == 0, low, high - low, math.log(high - low), move, count
 
 
-def _prints(x: Tensor) -> Tensor:
-    return torch.empty(len(x), 3, dtype=torch.float64, device=x.device)
+def _sums_like(x: Tensor) -> Tensor:
+    return torch.empty(len(x), 2, dtype=wide(x.dtype), device=x.device)
+
+
+def _key_of(taken: Print | None, x: Tensor) -> tuple[Any, ...]:
+    """What a kernel needs for a fingerprint: scales, counter, key, factor, and where its sums go."""
+    if taken is None:
+        return None, None, 0, 0.0, None
+    return *_key(taken.fingerprint, taken.scale, x), taken.sums
+
+
+def _key(key: Fingerprint, scale: Tensor, x: Tensor) -> tuple[Any, ...]:
+    return scale, key.counter, key.key, 1 / norm(x[0].numel())
 
 
 def _launch(kernel: Any, x: Tensor, *args: Any) -> None:
@@ -96,46 +149,87 @@ def _launch(kernel: Any, x: Tensor, *args: Any) -> None:
 
 
 @triton.jit
-def _signed(value, signs, at, size, half, first, second, square):
-    exact = value.to(tl.float64)
-    signed = exact * tl.load(signs + at, mask=at < size, other=0.0).to(tl.float64)
-    return first + tl.where(at < half, signed, 0.0), second + tl.where(at < half, 0.0, signed), square + exact * exact
+def _scales(
+    x, out, rows, apart, places, between, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr
+):
+    row = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (at < size)
+    value = tl.load(x + row * apart * size + at, mask=inside, other=0.0).to(out.dtype.element_ty)
+    both = inside & (row + 1 < rows)
+    after = tl.load(x + (row + 1) * apart * size + at, mask=both, other=0.0).to(out.dtype.element_ty)
+    some = tl.arange(0, PLACES)[None, :]
+    other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
+    total, count = _logs(other.to(out.dtype.element_ty))
+    total, count = tl.sum(total, axis=0), tl.sum(count, axis=0)
+    others = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 1.0)
+    total, count = _logs(value)
+    mean = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
+    total, count = _logs(tl.where(both, after - value, 0.0))
+    spread = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
+    scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
+    scale = tl.where(scale > 0, scale, others)
+    scale = tl.minimum(tl.maximum(scale, _TINY), _HUGE)
+    place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(out + place, scale, mask=place < size)
 
 
 @triton.jit
-def _store_print(found, row, first, second, square):
-    tl.store(found + 3 * row, tl.sum(first, axis=0))
-    tl.store(found + 3 * row + 1, tl.sum(second, axis=0))
-    tl.store(found + 3 * row + 2, tl.sqrt(tl.sum(square, axis=0)))
+def _logs(value):
+    """Over the rows: the sum of the logarithms of what is not zero, and how many they are."""
+    some = tl.abs(value) > 0
+    logs = tl.where(some, tl.log(tl.where(some, tl.abs(value), 1.0)), 0.0)
+    return tl.sum(logs, axis=0), tl.sum(some.to(tl.int32), axis=0)
 
 
 @triton.jit
-def _sums(x, signs, found, half, size, BLOCK: tl.constexpr):
+def _seed(counter, key, row):
+    """The hash of step, block and sample."""
+    mixed = (row * _ROW + key + (tl.load(counter) & 0xFFFFFFFF) * _STEP) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 16)) * _FIRST) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * _SECOND_OF_A_ROW) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 16)).to(tl.int32)
+
+
+@triton.jit
+def _weighted(value, scale, at, size, seed, first, second):
+    """Add the entries of a sample, in their scales, to its two sums."""
+    u = value.to(scale.dtype.element_ty) / tl.load(scale + at, mask=at < size, other=1.0)
+    large = tl.abs(u)
+    far = _FAR + _FAR * tl.log(tl.maximum(large / _FAR, 1.0))
+    u = tl.where(large > _FAR, tl.where(u > 0, far, -far), u)
+    mixed = seed ^ (at * _PLACE)
+    mixed ^= (mixed >> 16) & 0xFFFF
+    mixed *= _FIRST
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= _SECOND
+    mixed ^= (mixed >> 16) & 0xFFFF
+    return first + u * _weight((mixed << 16) >> 16), second + u * _weight(mixed >> 16)
+
+
+@triton.jit
+def _weight(number):
+    """From 16 bits with a sign to [0.5, 1.5] with a sign."""
+    return number.to(tl.float32) * 0.000030517578125 + tl.where(number >= 0, 0.5, -0.5)
+
+
+@triton.jit
+def _store_sums(found, row, first, second, factor):
+    tl.store(found + 2 * row, tl.sum(first, axis=0) * factor)
+    tl.store(found + 2 * row + 1, tl.sum(second, axis=0) * factor)
+
+
+@triton.jit
+def _sums(x, scale, counter, key, factor, found, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    first = tl.zeros([BLOCK], tl.float64)
-    second = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
+    seed = _seed(counter, key, row)
+    first = tl.zeros([BLOCK], found.dtype.element_ty)
+    second = tl.zeros([BLOCK], found.dtype.element_ty)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(x + row * size + at, mask=at < size, other=0.0)
-        first, second, square = _signed(value, signs, at, size, half, first, second, square)
-    _store_print(found, row, first, second, square)
-
-
-@triton.jit
-def _shift(x, out, bias, sign, signs, found, half, pixels, before: tl.constexpr, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.zeros([BLOCK], tl.float64)
-    second = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
-    for begin in range(0, size, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        inside = at < size
-        value = tl.load(x + row * size + at, mask=inside, other=0.0)
-        moved = value + sign * tl.load(bias + at // pixels, mask=inside, other=0.0)
-        tl.store(out + row * size + at, moved, mask=inside)
-        first, second, square = _signed(value if before else moved, signs, at, size, half, first, second, square)
-    _store_print(found, row, first, second, square)
+        first, second = _weighted(value, scale, at, size, seed, first, second)
+    _store_sums(found, row, first, second, factor)
 
 
 @triton.jit
@@ -150,10 +244,12 @@ def _couple(
     move,
     count,
     place,
-    signs,
+    scale,
+    counter,
+    key,
+    factor,
     found,
     logs,
-    half,
     inverse: tl.constexpr,
     size,
     BLOCK: tl.constexpr,
@@ -161,16 +257,18 @@ def _couple(
     row = tl.program_id(0).to(tl.int64)
     x += row * size
     h += row * count * (2 if affine else 1) - place
-    first = tl.zeros([BLOCK], tl.float64)
-    second = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
+    first = tl.zeros([BLOCK], tl.float32)
+    second = tl.zeros([BLOCK], tl.float32)
+    seed = 0
+    if scale is not None:
+        seed = _seed(counter, key, row)
     log = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         moved = (at >= place) & (at < place + count)
         value = tl.load(x + at, mask=at < size, other=0.0)
-        if signs is not None:
-            first, second, square = _signed(value, signs, at, size, half, first, second, square)
+        if scale is not None:
+            first, second = _weighted(value, scale, at, size, seed, first, second)
         add = tl.load(h + at, mask=moved, other=0.0)
         if affine:
             v = tl.load(h + count + at, mask=moved, other=0.0) + move
@@ -181,8 +279,8 @@ def _couple(
         else:
             value = value - add if inverse else value + add
         tl.store(x + at, value, mask=moved)
-    if signs is not None:
-        _store_print(found, row, first, second, square)
+    if scale is not None:
+        _store_sums(found, row, first, second, factor)
     if affine:
         tl.store(logs + row, tl.sum(-log if inverse else log, axis=0))
 
@@ -203,9 +301,11 @@ def _uncouple(
     move,
     count,
     place,
-    signs,
+    scale,
+    counter,
+    key,
+    factor,
     found,
-    half,
     inverse: tl.constexpr,
     size,
     BLOCK: tl.constexpr,
@@ -216,9 +316,11 @@ def _uncouple(
     g_x += row * size
     h += row * count * (2 if affine else 1) - place
     g_h += row * count * (2 if affine else 1) - place
-    first = tl.zeros([BLOCK], tl.float64)
-    second = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
+    first = tl.zeros([BLOCK], tl.float32)
+    second = tl.zeros([BLOCK], tl.float32)
+    seed = 0
+    if scale is not None:
+        seed = _seed(counter, key, row)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         moved = (at >= place) & (at < place + count)
@@ -251,11 +353,11 @@ def _uncouple(
         tl.store(g_h + at, g_add, mask=moved)
         tl.store(g_x + at, g, mask=moved)
         tl.store(y + at, x, mask=moved)
-        if signs is not None:
+        if scale is not None:
             value = tl.where(moved, x, value)
-            first, second, square = _signed(value, signs, at, size, half, first, second, square)
-    if signs is not None:
-        _store_print(found, row, first, second, square)
+            first, second = _weighted(value, scale, at, size, seed, first, second)
+    if scale is not None:
+        _store_sums(found, row, first, second, factor)
 
 
 @triton.jit

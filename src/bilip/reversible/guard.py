@@ -13,13 +13,12 @@ from torch import Tensor
 
 from bilip._capture import Flag
 from bilip.errors import DriftError, InputError
-from bilip.reversible.fingerprint import Fingerprint
 
 __all__ = ["DriftWarning", "Guard", "GuardReport", "Watch"]
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20
-_PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "rest")
+_PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest")
 
 
 class DriftWarning(UserWarning):
@@ -91,6 +90,8 @@ class GuardReport:
         tolerance: The limit in force.
         spot_checks: Comparisons with stored gradients.
         worst_angle: Largest angle found by them, in radians.
+        worst_remaining: Largest of what remained of these angles when piecewise activations (ReLU and its kind) were held on
+            the side of their kink where the forward pass had them: the rest is rounding that chose the other side, no drift.
     """
 
     steps: int
@@ -102,6 +103,7 @@ class GuardReport:
     tolerance: float
     spot_checks: int
     worst_angle: float
+    worst_remaining: float = 0.0
 
     @property
     def guilty(self) -> str:
@@ -124,6 +126,7 @@ class Watch:
     names: dict[tuple[bool, int], str] = field(default_factory=dict)
     spot_checks: int = 0
     worst_angle: float = 0.0
+    worst_remaining: float = 0.0
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -132,11 +135,17 @@ class Watch:
     def __post_init__(self) -> None:
         self.flag = Flag(self)
 
-    def fingerprint(self, device: torch.device) -> Fingerprint:
-        """New signs."""
+    def count_on(self, device: torch.device) -> Tensor:
+        """The number of this call, on the device: that of the fingerprints."""
         if device not in self.counters:
             self.counters[device] = torch.full((), self.count, dtype=torch.int64, device=device)
-        return Fingerprint(self.counters[device].add_(1))
+        return self.counters[device].add_(1).clone()
+
+    def checked(self, angle: float, remains: float) -> None:
+        """Take note of a spot check: the angle, and what remains of it with the signs of the forward pass."""
+        self.spot_checks += 1
+        self.worst_angle = max(self.worst_angle, angle) if not math.isnan(angle) else math.inf
+        self.worst_remaining = max(self.worst_remaining, remains) if not math.isnan(remains) else math.inf
 
     def places(self, inverse: bool, size: int) -> set[int]:
         """The states to be stored in a call of this size, as many as the budget allows."""
@@ -160,6 +169,7 @@ class Watch:
             self.tolerance,
             self.spot_checks,
             self.worst_angle,
+            self.worst_remaining,
         )
 
     def state(self) -> dict[str, Any]:
@@ -171,9 +181,9 @@ class Watch:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        plain = {
-            name: (float if name in ("tolerance", "worst_angle") else int)(state[name]) for name in (*_PLAIN, "count")
-        }
+        state = {"worst_remaining": state["worst_angle"], **state}  # older states have none
+        real = ("tolerance", "worst_angle", "worst_remaining")
+        plain = {name: (float if name in real else int)(state[name]) for name in (*_PLAIN, "count")}
         drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bilip._capture import capturing
 from bilip.blocks.conv1x1 import invert, log_abs_det
-from bilip.reversible.mixing import Mixing
-from bilip.reversible.unit import Kept, Unit
+from bilip.reversible.mixing import Matrices, Mixing
+from bilip.reversible.unit import Unit
 
 __all__ = ["Prepared"]
 
@@ -19,7 +19,7 @@ WINDOW = 16  # so many 1x1 convolutions have their matrices at hand at a time
 
 
 class Prepared:
-    """The units of a walk with their matrices at hand. Only one window has them at a time: memory does not grow with depth. As a
+    """The matrices of a walk's 1x1 convolutions. Only those of one window are held at a time: memory does not grow with depth. As a
     context, it lets go of them at the end.
 
     In a CUDA graph the inverse matrices of the next window are found aside, on a stream of their own: they are many small products, one
@@ -34,6 +34,7 @@ class Prepared:
         self.units, self.inverse = units, inverse
         self.windows = windows(units)
         self.window = {k: w for w, span in enumerate(self.windows) for k in span}
+        self.held: dict[Mixing, Matrices] = {}
         self.ready: tuple[int, bool, bool] | None = None
         self.solved: dict[int, list[Tensor]] = {}  # of windows to come
         self.under_way: torch.cuda.Stream | None = None
@@ -44,22 +45,20 @@ class Prepared:
     def __exit__(self, *error: object) -> None:
         self.done()
 
-    def unit(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Unit:
-        """Unit `k`, ready."""
+    def matrices(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Matrices | None:
+        """Those that unit `k` needs, the inverse ones and log-determinants where they are asked for; `None` for a unit without."""
         wanted = (self.window[k], inverses or self.inverse, log_det)
         if self.ready != wanted:
             self.done()
-            fill(self._span(wanted[0]), self._inverses(wanted[0]) if wanted[1] else None, log_det=log_det)
+            self.held = found(self._span(wanted[0]), self._inverses(wanted[0]) if wanted[1] else None, log_det=log_det)
             self.ready = wanted
-        return self.units[k]
+        mixing = self.units[k].innermost
+        return self.held[mixing] if isinstance(mixing, Mixing) else None
 
     def done(self) -> None:
         """Let go of the matrices, and have nothing under way."""
         self._join()
-        if self.ready is not None:
-            for unit in mixings(self._span(self.ready[0])):
-                unit.matrix = unit.inverse_weight = unit.other = unit.log_abs_det = None
-        self.ready = None
+        self.held, self.ready = {}, None
 
     def before_the_walk(self, k: int, x: Tensor) -> None:
         """When the last window is entered, on the way there, begin with the inverses that the walk needs first."""
@@ -69,7 +68,7 @@ class Prepared:
     def on_the_walk(self, k: int, y: Tensor) -> None:
         """When a window is entered, begin with the inverses of the next."""
         if k == self.windows[self.window[k]][-1]:
-            self.unit(k, inverses=True)
+            self.matrices(k, inverses=True)
             self._begin(self.window[k] - 1, y)
 
     def _begin(self, window: int, x: Tensor) -> None:
@@ -104,8 +103,8 @@ def windows(units: Sequence[Unit]) -> list[range]:
     begin = count = 0
     size: int | None = None
     for k, unit in enumerate(units):
-        mixing = _mixing(unit)
-        if mixing is None:
+        mixing = unit.innermost
+        if not isinstance(mixing, Mixing):
             continue
         if count == WINDOW or size not in (None, mixing.block.channels):
             spans.append(range(begin, k))
@@ -116,12 +115,7 @@ def windows(units: Sequence[Unit]) -> list[range]:
 
 def mixings(units: Sequence[Unit]) -> list[Mixing]:
     """Those units that have matrices."""
-    return [found for found in map(_mixing, units) if found is not None]
-
-
-def _mixing(unit: Unit) -> Mixing | None:
-    unit = unit.inner if isinstance(unit, Kept) else unit
-    return unit if isinstance(unit, Mixing) else None
+    return [unit.innermost for unit in units if isinstance(unit.innermost, Mixing)]
 
 
 @torch.no_grad()
@@ -131,9 +125,9 @@ def solve(units: Sequence[Unit]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def fill(units: Sequence[Unit], solved: Sequence[Tensor] | None, *, log_det: bool) -> None:
-    """Give the units of a window their matrices, the inverses if they were solved for, and log-determinants if wanted."""
-    groups = _groups(units)
+def found(units: Sequence[Unit], solved: Sequence[Tensor] | None, *, log_det: bool) -> dict[Mixing, Matrices]:
+    """The matrices of a window, with the inverses if they were solved for, and with log-determinants if wanted."""
+    groups, result = _groups(units), dict[Mixing, Matrices]()
     for group, inverses in zip(groups, solved or [None] * len(groups), strict=True):
         weights = torch.stack([unit.block.weight for unit in group])
         norms = [unit.norm for unit in group if unit.norm is not None]
@@ -142,10 +136,8 @@ def fill(units: Sequence[Unit], solved: Sequence[Tensor] | None, *, log_det: boo
         others = inverses if inverses is None or scales is None else inverses / scales[:, :, None]
         logs = log_abs_det(weights) if log_det else None
         for k, unit in enumerate(group):
-            unit.matrix = matrices[k]
-            unit.inverse_weight = None if inverses is None else inverses[k]
-            unit.other = None if others is None else others[k]
-            unit.log_abs_det = None if logs is None else logs[k]
+            result[unit] = Matrices(matrices[k], *(None if t is None else t[k] for t in (others, inverses, logs)))
+    return result
 
 
 def _groups(units: Sequence[Unit]) -> list[list[Mixing]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from bilip._capture import capturing
 
-__all__ = ["Conditions", "Seeds", "batch_norms", "draws_numbers", "frozen_statistics", "modes_again", "versions_of"]
+__all__ = [
+    "Advance",
+    "Conditions",
+    "Seeds",
+    "Snapshot",
+    "batch_norms",
+    "buffers_again",
+    "draws_numbers",
+    "frozen_statistics",
+    "modes_again",
+    "versions_of",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,14 @@ class Seeds:
         self.last = self._now()
         if self.last is not None:
             self.states[-1] = self.last
+
+    def rewind(self) -> None:
+        """The generators as they were before the first unit."""
+        if -1 in self.states:
+            host, on_device = self.states[-1]
+            torch.set_rng_state(host)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, self.device)
 
     def remember(self, k: int) -> None:
         """Keep the present state under `k`."""
@@ -121,9 +140,77 @@ def frozen_statistics(norms: list[nn.Module]) -> Iterator[None]:
             part.track_running_stats = True  # type: ignore[assignment]
 
 
-def versions_of(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Frozen parameters and buffers with their versions; running statistics may move, they are not used in training mode."""
-    moving = {
+@dataclass(frozen=True)
+class Advance:
+    """A buffer that a call has moved on, as the vectors of a spectral norm do, and what it held before."""
+
+    module: nn.Module
+    name: str
+    before: Tensor
+
+    def undo(self) -> None:
+        """What it held before, once more."""
+        buffer = self.module._buffers.get(self.name)
+        if buffer is not None and buffer.shape == self.before.shape and buffer.dtype == self.before.dtype:
+            buffer.data.copy_(self.before)  # past autograd: no graph of another call may take this for a change
+        else:
+            self.module._buffers[self.name] = self.before.clone()
+
+
+class Snapshot:
+    """The buffers of some modules as they are now, to see which of them a call moves on.
+
+    Left out are those of bilip's own blocks and nets, which no call moves, and running statistics, unless they are asked for: these
+    are frozen in another way.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, statistics: bool = False) -> None:
+        self.held = [
+            (part, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in modules
+            for part in module.modules()
+            if not _is_still(part) and (statistics or not isinstance(part, nn.modules.batchnorm._NormBase))
+            for name, buffer in part._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+
+    def advances(self) -> list[Advance]:
+        """Those that are other ones now."""
+        return [
+            Advance(part, name, before)
+            for part, name, buffer, before, version in self.held
+            if part._buffers.get(name) is not buffer
+            or buffer._version != version
+            or isinstance(part, nn.modules.batchnorm._NormBase)  # their kernels write past the count of versions
+        ]
+
+
+def _is_still(part: nn.Module) -> bool:
+    return type(part).__module__.startswith("bilip.") and not part._forward_pre_hooks
+
+
+@contextlib.contextmanager
+def buffers_again(advances: Sequence[Advance]) -> Iterator[None]:
+    """What they held before the call, inside; what they hold now, afterwards."""
+    now = []
+    for one in advances:
+        buffer = one.module._buffers.get(one.name)
+        now.append((buffer, None if buffer is None else buffer.detach().clone()))
+        one.undo()
+    try:
+        yield
+    finally:
+        for one, (buffer, value) in zip(advances, now, strict=True):
+            one.module._buffers[one.name] = buffer
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)
+
+
+def versions_of(module: nn.Module, advancing: Collection[tuple[nn.Module, str]]) -> dict[str, tuple[Tensor, int]]:
+    """Frozen parameters and buffers with their versions. Not among them: running statistics, which are not used in training mode, and
+    buffers that move on with every call.
+    """
+    moving = {id(part._buffers.get(name)) for part, name in advancing} | {
         id(buffer)
         for part in module.modules()
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.training

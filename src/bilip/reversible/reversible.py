@@ -18,11 +18,37 @@ from bilip.errors import CheckpointError, InputError
 from bilip.reversible.call import Call
 from bilip.reversible.function import MemorySaving
 from bilip.reversible.guard import Guard, GuardReport, Watch
+from bilip.reversible.kinks import Signs
 from bilip.reversible.units import make_units
 
 __all__ = ["Reversible"]
 
 MEMORY = ("reversible", "checkpoint", "stored")
+Kind = tuple[
+    bool, bool, tuple[bool, ...]
+]  # of a call: inverse, with log-determinant, which modules are in training mode
+
+
+class Outside:
+    """Tensors that the blocks of one `Reversible` use and that ask for gradients, although they are none of its parameters. A copy starts
+    without them: it may use other ones.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.kinds: set[Kind] = set()  # calls that were looked at
+
+    def add(self, found: Sequence[Tensor]) -> None:
+        known = {id(t) for t in self.tensors}
+        self.tensors += [t for t in found if id(t) not in known]
+
+    def besides(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those that ask for gradients now."""
+        own = {id(p) for p in parameters}
+        return [t for t in self.tensors if t.requires_grad and id(t) not in own]
+
+    def __reduce__(self) -> tuple[type[Outside], tuple[()]]:
+        return Outside, ()
 
 
 class Reversible(Bijection):
@@ -42,6 +68,8 @@ class Reversible(Bijection):
         guard: How the walk is watched; `None` for not at all.
         memory: `"reversible"`; `"checkpoint"`, which evaluates everything again from the input in segments; or `"stored"`,
             ordinary backpropagation. For the same call with another trade between memory and time.
+        keep_signs: Keep, for every piecewise activation (ReLU and its kind), on which side of its kink it stood, and use that in the
+            backward pass: one byte for each unit, so that memory grows with depth. To tell kinks that rounding has crossed from drift.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -58,6 +86,7 @@ class Reversible(Bijection):
         guard: Guard | None = Guard(),  # noqa: B008 - frozen
         *,
         memory: str = "reversible",
+        keep_signs: bool = False,
     ) -> None:
         super().__init__()
         if memory not in MEMORY:
@@ -69,12 +98,13 @@ class Reversible(Bijection):
             inner = getattr(part, "block", part)
             if type(inner).inverse is Bijection.inverse:
                 raise InputError(f"Reversible: block {name} ({type(inner).__name__}) defines no inverse.")
-        self.guard, self.memory = guard, memory
+        self.guard, self.memory, self.keep_signs = guard, memory, keep_signs
         self.shape = self.bijection.shape
         self.volume_preserving = self.bijection.volume_preserving
         self.closed_form = self.bijection.closed_form
         self._watch = None if guard is None else Watch(guard)
         self._flag = Flag() if self._watch is None else self._watch.flag
+        self._outside = Outside()
 
     # ---- the maps
 
@@ -96,25 +126,45 @@ class Reversible(Bijection):
         wanted = torch.is_grad_enabled() and (
             bool(parameters) or x.requires_grad or (context is not None and context.requires_grad)
         )
-        if not wanted or not len(x) or self.memory == "stored" or _transformed(x) or self._swapped(parameters):
+        if not wanted or not len(x) or self.memory == "stored" or _transformed(x) or self._swapped():
             b = self.bijection
             if log_det:
                 return (b.inverse_and_log_det if inverse else b.forward_and_log_det)(x, context)
             return ((b.inverse if inverse else b)(x, context),)
-        units = make_units(self.bijection.parts(), inverse=inverse)
         if self._watch is not None:
             self._watch.guard.limit(x.dtype)
-        call = Call(
-            self.bijection, units, parameters, inverse, log_det, self._watch, self._flag, self.memory == "checkpoint"
-        )
-        result = MemorySaving.apply(call, x, context, *parameters)
+        kind = (inverse, log_det, tuple(module.training for module in self.bijection.modules()))
+        result, call = self._run(x, context, parameters, kind)
+        if call.unknown:
+            self._outside.add(call.unknown)
+            call.as_before()
+            result, call = self._run(x, context, parameters, kind)
+        self._outside.kinds.add(kind)
         return result if log_det else (result,)  # type: ignore[return-value]
 
-    def _swapped(self, parameters: Sequence[Tensor]) -> bool:
+    def _run(self, x: Tensor, context: Tensor | None, parameters: list[nn.Parameter], kind: Kind):
+        """One call, and what autograd made of it. The first of a kind looks for tensors from outside."""
+        outside = self._outside.besides(parameters)
+        call = Call(
+            self.bijection,
+            make_units(self.bijection.parts(), inverse=kind[0]),
+            parameters,
+            kind[0],
+            kind[1],
+            self._watch,
+            self._flag,
+            self.memory == "checkpoint",
+            outside,
+            kind not in self._outside.kinds,
+            Signs() if self.keep_signs else None,
+        )
+        return MemorySaving.apply(call, x, context, *parameters, *outside), call
+
+    def _swapped(self) -> bool:
         """Whether tensors stand in for parameters: torch.func.functional_call, or a replica of DataParallel. Those store."""
         if getattr(self, "_is_replica", False):
             return True
-        return any(not isinstance(p, nn.Parameter) for p in parameters)
+        return any(not isinstance(p, nn.Parameter) for p in self.bijection.parameters())
 
     # ---- the guard
 
@@ -192,7 +242,7 @@ class Reversible(Bijection):
         return self.bijection.interval_inverse(box, context)
 
     def extra_repr(self) -> str:
-        return f"memory={self.memory!r}, guard={self.guard}"
+        return f"memory={self.memory!r}, guard={self.guard}" + (", keep_signs=True" if self.keep_signs else "")
 
 
 def _transformed(x: Tensor) -> bool:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bilip.blocks import Bijection
-from bilip.reversible.fingerprint import Fingerprint
+from bilip.errors import DriftError
+from bilip.reversible.fingerprint import Fingerprint, Print
 
-__all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "pull"]
+__all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "pull"]
 
-Grads = dict[nn.Parameter, Tensor]
+Grads = dict[Tensor, Tensor]
 
 
 @dataclass
@@ -29,9 +31,9 @@ class Pulled:
     Attributes:
         x: The input of the unit, recovered, or the known one.
         grad: Gradient with respect to it.
-        parameters: Gradients with respect to the parameters of the unit.
+        parameters: Gradients with respect to the parameters of the unit, and to tensors from outside that it uses.
         context: Gradient with respect to the context, if it is wanted.
-        print: Fingerprint of x, where it came along for nothing.
+        print: The sums of the fingerprint of x, where they came along for nothing.
     """
 
     x: Tensor
@@ -52,7 +54,7 @@ class Ran(NamedTuple):
 
     y: Tensor
     log_det: Tensor | None = None
-    print: Tensor | None = None
+    print: Print | None = None
 
 
 class Unit(ABC):
@@ -75,6 +77,11 @@ class Unit(ABC):
         """What may draw numbers or keep statistics."""
         return (self.block,)
 
+    @property
+    def innermost(self) -> Unit:
+        """The unit itself, or the one that acts on a part of the state."""
+        return self
+
     def run(
         self,
         x: Tensor,
@@ -83,15 +90,27 @@ class Unit(ABC):
         log_det: bool,
         own: bool = False,
         mark: Fingerprint | None = None,
+        matrices: Any = None,
     ) -> Ran:
-        """The output, from one end of the chain to the other."""
+        """The output, from one end of the chain to the other. `matrices` are those of `Mixing`."""
         seen = None if mark is None else mark.of(x)
         if not log_det:
             return Ran((self.block.inverse if self.inverse else self.block)(x, context), None, seen)
         y, log = (self.block.inverse_and_log_det if self.inverse else self.block.forward_and_log_det)(x, context)
         return Ran(y, log, seen)
 
-    def undo(self, y: Tensor, context: Tensor | None) -> Tensor:
+    def traced(
+        self, x: Tensor, context: Tensor | None, *, log_det: bool, matrices: Any = None
+    ) -> tuple[Ran, Sequence[Tensor]]:
+        """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
+        point, given = x.detach(), leaf(context)
+        forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)  # nobody will differentiate this
+        with torch.enable_grad(), forget:
+            y, log, _ = Unit.run(self, point, given, log_det=log_det)
+        found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
+        return Ran(y.detach(), None if log is None else log.detach()), found
+
+    def undo(self, y: Tensor, context: Tensor | None, matrices: Any = None) -> Tensor:
         """The input that belongs to an output."""
         return (self.block if self.inverse else self.block.inverse)(y, context)
 
@@ -103,10 +122,15 @@ class Unit(ABC):
         grad: Tensor,
         grad_log: Tensor | None,
         known: Tensor | None,
+        *,
         own: bool = False,
-        mark: Fingerprint | None = None,
+        mark: Print | None = None,
+        matrices: Any = None,
+        outside: Sequence[Tensor] = (),
     ) -> Pulled:
-        """Input and gradient from output and gradient; `known` is the input where it was kept."""
+        """Input and gradient from output and gradient; `known` is the input where it was kept, `outside` are tensors that the block uses
+        without owning them.
+        """
 
 
 class Generic(Unit):
@@ -118,7 +142,7 @@ class Generic(Unit):
         super().__init__(name, block, inverse=inverse)
         self.stores = not block.closed_form
 
-    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
         x = self.undo(y, context).detach() if known is None else known
         with torch.enable_grad():
             point = x.detach().requires_grad_()
@@ -128,7 +152,7 @@ class Generic(Unit):
             if log_det is not None and grad_log is not None and log_det.requires_grad:
                 outputs.append(log_det)
                 grads.append(grad_log)
-            return pull(x, outputs, grads, point, self.block, given)
+            return pull(x, outputs, grads, point, self, given, outside)
 
 
 class Rearranging(Unit):
@@ -136,7 +160,7 @@ class Rearranging(Unit):
 
     rearranges = True
 
-    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
         return Pulled(self.undo(y, context) if known is None else known, self.undo(grad, context))
 
 
@@ -148,45 +172,96 @@ class Kept(Unit):
         self.inner, self.stores, self.rearranges, self.twice = inner, inner.stores, inner.rearranges, inner.twice
         self.entered, self.left = (latent, shape) if inner.inverse else (shape, latent)
 
+    @property
+    def modules(self):
+        return self.inner.modules
+
+    @property
+    def innermost(self):
+        return self.inner.innermost
+
     def _split(self, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         size = math.prod(shape)
         return x[:, :size].unflatten(1, shape), x[:, size:]
 
-    def run(self, x, context, *, log_det, own=False, mark=None):
+    def run(self, x, context, *, log_det, own=False, mark=None, matrices=None):
         seen = None if mark is None else mark.of(x)
         kept, rest = self._split(x, self.entered)
-        y, log, _ = self.inner.run(kept, context, log_det=log_det)
+        y, log, _ = self.inner.run(kept, context, log_det=log_det, matrices=matrices)
         return Ran(torch.cat((y.flatten(1), rest), 1), log, seen)
 
-    def undo(self, y, context):
-        kept, rest = self._split(y, self.left)
-        return torch.cat((self.inner.undo(kept, context).flatten(1), rest), 1)
+    def traced(self, x, context, *, log_det, matrices=None):
+        kept, rest = self._split(x, self.entered)
+        (y, log, _), leaves = self.inner.traced(kept, context, log_det=log_det, matrices=matrices)
+        return Ran(torch.cat((y.flatten(1), rest), 1), log), leaves
 
-    def back(self, y, context, grad, grad_log, known, own=False, mark=None):
+    def undo(self, y, context, matrices=None):
+        kept, rest = self._split(y, self.left)
+        return torch.cat((self.inner.undo(kept, context, matrices).flatten(1), rest), 1)
+
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
         (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
-        inner = self.inner.back(
-            y, context, grad, grad_log, None if known is None else self._split(known, self.entered)[0]
-        )
+        kept = None if known is None else self._split(known, self.entered)[0]
+        inner = self.inner.back(y, context, grad, grad_log, kept, matrices=matrices, outside=outside)
         x = torch.cat((inner.x.flatten(1), rest), 1) if known is None else known
         return Pulled(x, torch.cat((inner.grad.flatten(1), g_rest), 1), inner.parameters, inner.context)
 
 
 def pull(
-    x: Tensor, outputs: list[Tensor], grads: list[Tensor], point: Tensor, block: nn.Module, context: Tensor | None
+    x: Tensor,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    point: Tensor,
+    unit: Unit,
+    context: Tensor | None,
+    outside: Sequence[Tensor],
 ) -> Pulled:
-    """Gradients of outputs, pulled back to a point, to the parameters of a block and to the context."""
-    parameters = [p for p in block.parameters() if p.requires_grad]
-    inputs = [point, *parameters]
+    """Gradients of outputs, pulled back to a point, to the parameters of a block, to tensors from outside and to the context.
+
+    Raises:
+        DriftError: The outputs depend on another tensor, whose gradient would be lost.
+    """
+    parameters = [p for p in unit.block.parameters() if p.requires_grad]
+    inputs = [point, *parameters, *outside]
     if context is not None and context.requires_grad:
         inputs.append(context)
     live = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
     if not live:
         return Pulled(x, torch.zeros_like(point))
-    found = torch.autograd.grad([o for o, _ in live], inputs, [g for _, g in live], allow_unused=True)
+    unknown = leaves_of([o for o, _ in live], inputs)
+    if unknown:
+        raise DriftError(
+            f"block {unit.name} uses a tensor of shape {tuple(unknown[0].shape)} that asks for a gradient and is not a parameter of "
+            "the bijection, and has not done so when this Reversible was first called: its gradient would be lost. Register "
+            "it as a parameter of the block, hand it in as context, or use Reversible(..., memory='stored')."
+        )
+    found = torch.autograd.grad(
+        [o for o, _ in live], inputs, [g for _, g in live], allow_unused=True, retain_graph=bool(outside) or None
+    )
     grad = torch.zeros_like(point) if found[0] is None else found[0]
-    named = {p: g for p, g in zip(parameters, found[1:], strict=False) if g is not None}
-    given = found[-1] if len(inputs) > 1 + len(parameters) else None
+    own = [*parameters, *outside]
+    named = {p: g for p, g in zip(own, found[1:], strict=False) if g is not None}
+    given = found[-1] if len(inputs) > 1 + len(own) else None
     return Pulled(x, grad, named, given)
+
+
+def leaves_of(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that ask for gradients and that outputs depend on, other than those known."""
+    seen, found = {id(t) for t in known}, dict[int, Tensor]()
+    visited = set()
+    queue = [o.grad_fn for o in outputs if o.grad_fn is not None]
+    while queue:
+        node = queue.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            variable = node.variable  # type: ignore[attr-defined]
+            if id(variable) not in seen:
+                found[id(variable)] = variable
+        else:
+            queue += [after for after, _ in node.next_functions if after is not None]
+    return list(found.values())
 
 
 def leaf(context: Tensor | None) -> Tensor | None:

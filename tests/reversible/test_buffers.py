@@ -1,0 +1,87 @@
+"""Buffers that move on with every call, as those of torch's spectral norm, are replayed as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bilip import Chain, blocks
+from bilip.reversible import Reversible, angle
+
+
+class Drifting(nn.Module):
+    """A net with a buffer of its own that moves on: in place, or by taking a new tensor."""
+
+    def __init__(self, inputs, outputs, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(inputs, outputs), how
+        self.register_buffer("turn", torch.tensor(0.3))
+
+    def forward(self, x):
+        y = self.linear(x).tanh() * (1 + self.turn.clone())
+        if self.how == "in place":
+            self.turn.mul_(-0.9)
+        else:
+            self.turn = -0.9 * self.turn
+        return y
+
+
+def new_style(inputs, outputs):
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(norm(nn.Linear(inputs, 32)), nn.ELU(), norm(nn.Linear(32, outputs)))
+
+
+def old_style(inputs, outputs):
+    norm = nn.utils.spectral_norm
+    return nn.Sequential(norm(nn.Linear(inputs, 32)), nn.ELU(), norm(nn.Linear(32, outputs)))
+
+
+NETS = {
+    "parametrization": new_style,
+    "hook": old_style,
+    "in place": lambda i, o: Drifting(i, o, "in place"),
+    "taken anew": lambda i, o: Drifting(i, o, "taken anew"),
+}
+
+
+def chain(kind, shared=False):
+    torch.manual_seed(0)
+    nets = [NETS[kind](2, 4)] * 5 if shared else [NETS[kind](2, 4) for _ in range(5)]
+    parts = [blocks.AffineCoupling(net, partition=blocks.Split(swap=k % 2 == 1)) for k, net in enumerate(nets)]
+    return Chain(*parts, shape=(4,)).double().train()
+
+
+def loss_of(f, x):
+    z, log_det = f.forward_and_log_det(x)
+    return z.square().sum() - log_det.sum() + f.inverse(z + 0.1).sin().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "checkpoint"}], ids=["reversible", "checkpoint"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("kind", NETS)
+def test_every_step_as_in_a_stored_run(kind, shared, options):
+    stored, saved = chain(kind, shared), chain(kind, shared)
+    saving, x = Reversible(saved, **options), torch.randn(16, 4, dtype=torch.float64)
+    for _ in range(3):  # two calls before each backward pass, one of them the inverse
+        found = []
+        for model, f in ((stored, stored), (saved, saving)):
+            found.append(torch.autograd.grad(loss_of(f, x), list(model.parameters())))
+            assert model.training
+        assert angle(*found) < 1e-7
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(stored.buffers(), saved.buffers(), strict=True))
+    assert saving.report().repaired == 0
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_second_derivatives(kind):
+    model, found = chain(kind), []
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for wrap in (lambda m: m, Reversible):
+        own = copy.deepcopy(model)
+        y = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss_of(wrap(own), y), y, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [y, *own.parameters()], allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-7, atol=1e-9)
