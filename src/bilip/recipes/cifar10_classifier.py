@@ -188,7 +188,7 @@ class Cifar10Classifier(Recipe):
         model = make_model(run, config).to(work.device)
         start_actnorms(model, train, config, work.seed)
         steps = config.epochs * train.per_epoch
-        looks = Looks(model, train, test, config, steps, with_angles=part in WITH_ANGLES)
+        looks = Looks(model, train, test, config, steps, with_angles=part in WITH_ANGLES or run.kind == "guarded")
         penalties = make_penalties(run, config, work.seed)
         diverged = ""
         try:
@@ -330,8 +330,8 @@ class Looks:
     ) -> None:
         self.model, self.train, self.test, self.config = model, train, test, config
         self.guarded = isinstance(model.trunk, Reversible)
-        self.spectra_at = {0, *(round(steps * share) for share in (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4))}
-        self.angles_at = {0, *(round(steps / 2**k) for k in range(8))} if with_angles else set[int]()
+        self.spectra_at = {0, *(round(steps / 2**k) for k in (1, 2, 3, 4))}
+        self.angles_at = {0, *(round(steps / 2**k) for k in range(7))} if with_angles else set[int]()
         self.steps = tuple(sorted(self.spectra_at | self.angles_at))
 
     def during(self, model: Any, done: int) -> dict[str, float]:
