@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from bilip.blocks import Bijection, Chain
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, UnknownLipschitz
-from bilip.nets.layers import hooked
+from bilip.nets.readable import tampered
 
 __all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
 
@@ -52,6 +52,7 @@ class Foreign(Bijection):
     """
 
     library: str = "generic"
+    proof_methods: ClassVar[tuple[str, ...]] = ("twin",)
     has_log_det: bool = True
     stochastic_log_det: bool = False
 
@@ -170,9 +171,14 @@ class Foreign(Bijection):
         return Step(step.log_forward, step.log_inverse, step.reach, (row,))
 
     def _checked_twin(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
-        if any(hooked(part) for part in self.module.modules()):
-            raise self.unproved("hooks may change what it computes")
-        twin = self.twin()
+        for part in (*self.module.modules(), self.module.__dict__.get("held")):
+            why = tampered(part)
+            if why is not None:
+                raise self.unproved(f"{type(part).__name__} inside it {why}")
+        try:
+            twin = self.twin()
+        except InputError as error:  # no block can be built from its nets
+            raise self.unproved(str(error)) from error
         if shape and not agree(self, twin, shape, context, self.context_shape()):
             raise self.unproved("the installed version computes something else than the one bilip knows")
         return twin

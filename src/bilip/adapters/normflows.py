@@ -115,6 +115,13 @@ class NormflowsBlock(Foreign):
             half = (module.num_channels + 1) // 2
             return Permutation(list(range(half, module.num_channels)) + list(range(half)))
         if self.kind == "AffineCouplingBlock" and type(module).__module__ == "normflows.flows.affine.coupling":
+            kinds = [(type(part).__module__, type(part).__name__) for part in module.flows]
+            if kinds != [
+                ("normflows.flows.reshape", "Split"),
+                (type(module).__module__, "AffineCoupling"),
+                ("normflows.flows.reshape", "Merge"),
+            ]:
+                raise self.unproved("its parts are not those that normflows builds")
             mode, coupling = module.flows[0].mode, module.flows[1]
             if mode not in ("channel", "channel_inv"):
                 raise self.unproved(f"split mode {mode!r}")
