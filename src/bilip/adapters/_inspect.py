@@ -11,8 +11,19 @@ import torch
 from torch import Tensor
 
 from bilip.errors import InputError
+from bilip.nets.readable import changed, tampered
 
-__all__ = ["CONTEXT_NAMES", "call", "comes_from", "context_name", "is_a", "no_inverse", "split_parts", "join_parts"]
+__all__ = [
+    "CONTEXT_NAMES",
+    "call",
+    "comes_from",
+    "context_name",
+    "is_a",
+    "is_unchanged",
+    "join_parts",
+    "no_inverse",
+    "split_parts",
+]
 
 CONTEXT_NAMES = ("context", "conditional", "conditions", "condition", "cond", "c", "ctx", "y", "label", "labels")
 
@@ -25,6 +36,13 @@ def comes_from(model: object, *roots: str) -> bool:
 def is_a(model: object, name: str, *roots: str) -> bool:
     """Whether `model` is an instance of a class of this name from one of these packages."""
     return any(kind.__name__ == name and kind.__module__.split(".")[0] in roots for kind in type(model).__mro__)
+
+
+def is_unchanged(model: object, *roots: str) -> bool:
+    """Whether `model` computes what its class from one of these packages does, so that it may be taken apart."""
+    order = type(model).__mro__
+    own = next((k for k, kind in enumerate(order) if kind.__module__.split(".")[0] in roots), len(order))
+    return tampered(model) is None and changed(type(model), own) is None
 
 
 def context_name(function: Callable[..., Any]) -> str | None:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import call, comes_from, context_name, is_a, join_parts, no_inverse, split_parts
+from bilip.adapters._inspect import (
+    call,
+    comes_from,
+    context_name,
+    is_a,
+    is_unchanged,
+    join_parts,
+    no_inverse,
+    split_parts,
+)
 from bilip.adapters._proofs import rearranged
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose
@@ -54,7 +63,7 @@ def _base_shape(base: Any) -> tuple[int, ...] | None:
 
 
 def _blocks(layer: Any) -> Iterator[NormflowsBlock]:
-    if is_a(layer, "Composite", "normflows"):
+    if is_a(layer, "Composite", "normflows") and is_unchanged(layer, "normflows"):
         for part in reversed(layer._flows):
             yield from _blocks(part)
         return

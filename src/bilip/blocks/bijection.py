@@ -242,10 +242,7 @@ class Bijection(nn.Module):
                     root = next(kind for kind in reversed(type(thing).__mro__) if "proof_methods" in vars(kind))
                     overridden = unstated(type(thing), statements, root)
                     if overridden is not None:
-                        why = (
-                            f"has {overridden} overridden by a class that does not state what is proved about it, in "
-                            f"{', '.join(statements)}"
-                        )
+                        why = f"has {overridden}, but inherits what was proved without it ({', '.join(statements)})"
                 if why is not None:
                     where = f" (at {name!r})" if name else ""
                     raise UnknownLipschitz(

@@ -120,13 +120,13 @@ class Facts:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """The Euclidean length of each sample of a float64 batch, rounded up, at any magnitude; infinite where an entry is not finite.
+    """The Euclidean length of each sample of a batch in float64, rounded up, at any magnitude; infinite where an entry is not finite.
 
     Example:
         >>> lengths(torch.tensor([[3e-200, 4e-200], [3e200, 4e200]], dtype=torch.float64)).tolist()
         [5.000...e-200, 5.000...e+200]
     """
-    flat = x.flatten(1).abs()
+    flat = x.flatten(1).abs().double()
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
     top = flat.amax(1)
@@ -164,7 +164,7 @@ def _softplus(module: nn.Softplus) -> Facts | None:
         return (value(low) - jump).clamp_min(0.0), value(high)
 
     def excess(v: Tensor) -> Tensor:
-        return torch.where(v * beta > 0.99 * threshold, jump, 0.0)  # a lower dtype may switch a little earlier
+        return jump * (v * beta > 0.99 * threshold).double()  # a lower dtype may switch a little earlier
 
     return Facts(1.0, interval, value, excess)
 

@@ -551,12 +551,12 @@ def read(layer: nn.Module) -> Reading:
     if _first(order, "log_lipschitz") < known:
         why = unstated(kind, [name for name in _STATEMENTS if hasattr(kind, name)], nn.Module)
         if why is not None:
-            raise unknown(layer, f"has {why} overridden by a class that does not state what is proved about it")
+            raise unknown(layer, f"has {why}, but inherits what was proved without it")
         return _Stated(layer)
     if known < len(order) and _first(order, "held_weight") < known and issubclass(kind, (nn.Linear, *_CONVS)):
         why = unstated(kind, [name for name in ("held_weight", "held_bias") if hasattr(kind, name)], nn.Module)
         if why is not None:
-            raise unknown(layer, f"has {why} overridden by a class that does not give the weight that acts")
+            raise unknown(layer, f"has {why}, but inherits the weight that acted without it")
         return _checked_conv(layer, own_weight=True)
     if known < len(order):
         why = changed(kind, known)
