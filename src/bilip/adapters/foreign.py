@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from bilip.adapters._agree import agree
+from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, UnknownLipschitz
 from bilip.nets.readable import tampered
+
+# Libraries of which some blocks have a twin.
+_LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
 
 __all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
 
@@ -171,8 +175,12 @@ class Foreign(Bijection):
         return Step(step.log_forward, step.log_inverse, step.reach, (row,))
 
     def _checked_twin(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
-        for part in (*self.module.modules(), self.module.__dict__.get("held")):
-            why = tampered(part)
+        held = self.module.__dict__.get("held")
+        made = type(self.module if held is None else held)
+        if made.__module__.split(".")[0] not in (*_LIBRARIES, "torch"):
+            raise self.unproved(f"{made.__module__}.{made.__qualname__} is not a class of the library itself")
+        for part in (*self.module.modules(), held):
+            why = tampered(part) or patched_class(part, *_LIBRARIES)
             if why is not None:
                 raise self.unproved(f"{type(part).__name__} inside it {why}")
         try:

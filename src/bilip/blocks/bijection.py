@@ -58,11 +58,9 @@ class Bijection(nn.Module):
     volume_preserving: bool = False
     rearranges: bool = False
     closed_form: bool = True
-    # The methods that state what is proved: a subclass that changes a map defines all of them that its bases define.
-    proof_methods: ClassVar[tuple[str, ...]] = (
-        *("log_lip", "log_lip_inverse", "interval", "interval_inverse"),
-        *("advance", "retreat"),
-    )
+    # The methods that state what is proved: a subclass that changes a map defines all of them, and the two steps of a proof
+    # below if its bases have their own.
+    proof_methods: ClassVar[tuple[str, ...]] = ("log_lip", "log_lip_inverse", "interval", "interval_inverse")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -234,9 +232,14 @@ class Bijection(nn.Module):
         """Raise unless every block inside, with its partition and scale, computes what its class says."""
         for name, part in self.named_modules():
             for thing in (part, *vars(part).values()):
-                statements = getattr(type(thing), "proof_methods", None)
+                statements: tuple[str, ...] | None = getattr(type(thing), "proof_methods", None)
                 if statements is None:
                     continue
+                if "log_lip" in statements:
+                    steps = ("advance", "retreat")
+                    statements += tuple(
+                        name for name in steps if getattr(type(thing), name) is not vars(Bijection)[name]
+                    )
                 why = tampered(thing)
                 if why is None:
                     root = next(kind for kind in reversed(type(thing).__mro__) if "proof_methods" in vars(kind))

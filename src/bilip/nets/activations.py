@@ -130,9 +130,10 @@ def lengths(x: Tensor) -> Tensor:
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
     top = flat.amax(1)
-    scaled = (flat / top.clamp_min(TINY)[:, None]).square().sum(1).sqrt() * (1 + flat.shape[1] * EPS)
-    found = torch.maximum(top * scaled * (1 + 4 * EPS), top)
-    return torch.where(torch.isfinite(found), found, math.inf)
+    scale = top.clamp_min(TINY)
+    scaled = (flat / scale[:, None]).square().sum(1).sqrt() * (1 + flat.shape[1] * EPS)
+    found = torch.nextafter(scale * scaled * (1 + 4 * EPS), torch.full_like(top, INF))
+    return torch.where(top == 0, 0.0, torch.where(torch.isfinite(found), found, INF))
 
 
 def _monotone(lipschitz: float, function: Callable[[Tensor], Tensor], **options: Any) -> Facts:

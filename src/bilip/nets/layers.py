@@ -407,10 +407,13 @@ class _Stated:
     def log_cap(self) -> float | None:
         if isinstance(self.layer, Declared):
             return self.log_lipschitz()
-        return self.layer.log_cap() if hasattr(type(self.layer), "log_cap") else None  # type: ignore[operator]
+        return self.layer.log_cap() if self._states("log_cap") else None  # type: ignore[operator]
+
+    def _states(self, name: str) -> bool:
+        return getattr(type(self.layer), name, None) is not None
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
-        if hasattr(type(self.layer), "enclose"):
+        if self._states("enclose"):
             found: Any = self.layer.enclose(box) if context is None else self.layer.enclose(box, context)  # type: ignore[operator]
             if not isinstance(found, Box):
                 raise unknown(self.layer, f"encloses a box in a {type(found).__name__}, not a bilip.Box")
@@ -430,7 +433,7 @@ class _Stated:
     def point(
         self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor, Tensor]:
-        if hasattr(type(self.layer), "point"):
+        if self._states("point"):
             given = () if context is None else (context,)
             image, found = self.layer.point(value, error, *given)  # type: ignore[operator]
             if image.dtype != torch.float64 or image.shape[:1] != value.shape[:1] or found.shape != error.shape:

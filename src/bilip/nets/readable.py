@@ -150,9 +150,7 @@ def unstated(kind: type, statements: Iterable[str], root: type) -> str | None:
         root: The abstract class; what it states in general counts as stated by the class right below it.
 
     Example:
-        >>> class Doubled(nn.Linear):
-        ...     def forward(self, x):
-        ...         return 2 * super().forward(x)
+        >>> Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * x, "__module__": "mine"})
         >>> unstated(Doubled, ("held_weight",), nn.Module)
         'Doubled.forward'
     """
