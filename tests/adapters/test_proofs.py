@@ -345,7 +345,8 @@ def test_a_library_that_changed_its_formula_is_noticed():
     assert math.isfinite(block.bounds(Box(-1, 1, shape=(5,))).forward)
     kind = type("AffineCouplingTransform", (transforms.AffineCouplingTransform,), {})
     kind.__module__ = "nflows.transforms.coupling"
-    kind._scale_and_shift = lambda self, p: (torch.exp(p[:, 2:]), p[:, :2])
+    there = {"__name__": kind.__module__, "torch": torch}  # written in the library itself
+    kind._scale_and_shift = eval("lambda self, p: (torch.exp(p[:, 2:]), p[:, :2])", there)
     coupling.__class__ = kind
     with pytest.raises(UnknownLipschitz, match="installed version"):
         block.bounds(Box(-1, 1, shape=(5,)))

@@ -109,7 +109,7 @@ class Facts:
     ) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         image = self.value(value)
-        own = 16 * EPS * lengths(image) + 4 * EPS * lengths(value) + TINY * math.sqrt(value[0].numel())
+        own = 16 * EPS * lengths(image) + 4 * EPS * lengths(value) + TINY * math.sqrt(math.prod(value.shape[1:]))
         if self.excess is not None:
             own = own + lengths(self.excess(value))
         return image, (self.lipschitz * error + own) * (1 + 4 * EPS)

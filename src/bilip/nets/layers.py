@@ -261,7 +261,7 @@ class Affine:
         image = self.act(self.weight, value)
         rounding = (self.weight[0].numel() + 4) * EPS + self.slack
         # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = rounding * gross * lengths(value) + self.weight[0].numel() * TINY * math.sqrt(image[0].numel())
+        own = rounding * gross * lengths(value) + self.weight[0].numel() * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
             copies = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
