@@ -59,4 +59,4 @@ def test_unknown_names_and_modules():
         activations.make("cube")
     assert activations.facts(nn.Softmax()) is None
     assert activations.facts(nn.LeakyReLU(-1.0)) is None
-    assert activations.facts(nn.GELU(approximate="tanh")) is None
+    assert activations.facts(nn.CELU(-1.0)) is None

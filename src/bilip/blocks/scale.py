@@ -11,7 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bilip.bounds import TINY, Box
 from bilip.errors import InputError
+from bilip.nets.readable import as_born
 
 __all__ = [
     "EXP",
@@ -56,7 +57,16 @@ class Suprema(NamedTuple):
 
 
 class Scale(ABC):
-    """A positive, increasing function g of the raw scale."""
+    """A positive, increasing function g of the raw scale.
+
+    A subclass that overrides it states `suprema` and `enclose` anew.
+    """
+
+    proof_methods: ClassVar[tuple[str, ...]] = ("suprema", "enclose")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        as_born(cls)
 
     @abstractmethod
     def __call__(self, s: Tensor) -> Tensor:
