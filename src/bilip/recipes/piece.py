@@ -14,7 +14,8 @@ import numpy as np
 
 from bilip.errors import CheckpointError, InputError
 from bilip.recipes.recipe import Measured, Recipe, Work
-from bilip.record import open_regular, read_json, to_plain, write_json
+from bilip.record import read_json, to_plain, write_json
+from bilip.record.files import open_regular
 
 __all__ = ["SCHEMA", "Piece", "do", "is_measured", "load"]
 
