@@ -478,6 +478,28 @@ def test_the_time_is_looked_at_between_batches(monkeypatch, by, kind):
     assert probe.measure(affine_flow(), torch.randn(8, 4)).measured  # and neither has one that was in an audit
 
 
+def test_the_search_for_guilty_samples_looks_at_the_time_too(monkeypatch):
+    """A model that raises for some samples is called hundreds of times to find them."""
+    clock = [0.0]
+    monkeypatch.setattr("bilip._audit.monotonic", lambda: clock[0])
+
+    class Picky(Ends):
+        calls = 0
+
+        def inverse(self, z, context=None):
+            self.calls += 1
+            clock[0] += 1.0
+            if (z[:, 0] > 0).any():
+                raise ValueError("too large")
+            return z
+
+    model, x = Picky(None, ""), torch.randn(64, 4).abs().neg()
+    x[8:, 0] *= -1
+    record = bilip.audit(model, x, budget=TINY, probes=["reconstruction"], time=12.0)
+    assert model.calls <= 14
+    assert record.measurements[0].reason == "the time of 12 s was over"
+
+
 def test_what_was_measured_in_time_is_kept(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("bilip._audit.monotonic", lambda: clock[0])

@@ -81,6 +81,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
         AuditRecord(model={"weights": torch.zeros(3)}).to_json()
 
 
+def test_lists_of_a_probe_of_ones_own_come_back():
+    own = Measurement("own", values={"a": [1, [2.0, "x"]], "b": {"c": None}}, rows=({"d": [1]},))
+    assert AuditRecord.from_json(AuditRecord(measurements=(own,)).to_json()).measurements == (own,)
+
+
 GOOD = AuditRecord(
     model={"name": "flow"},
     sources=({"name": "x", "role": "data"},),
@@ -158,9 +163,6 @@ def corrupt(path, value):
         (["measurements", 0, "histograms", "h", "largest"], []),
         (["measurements", 0, "histograms", "h", "counts"], {"99999": 1}),
         (["measurements", 0, "histograms", "h"], None),
-        (["measurements", 0, "values"], {"a": [1]}),
-        (["measurements", 0, "values"], {"a": {}}),
-        (["measurements", 0, "rows"], [{"a": [1]}]),
         (["measurements", 0, "pictures"], [{"title": "x", "alt": "x", "png": 3}]),
         (["verdicts", "sampling", "value"], "much"),
         (["verdicts", "sampling", "limit"], []),

@@ -16,8 +16,9 @@ from bilip import models
 from bilip.data import as_source
 from bilip.data.pickles import load_plain
 from bilip.errors import BilipError, InputError, RecordError
-from bilip.record import AuditRecord, is_whole, open_regular, read_file, read_json, seal, write_aside
-from bilip.record.checksum import UNSEALED
+from bilip.record import AuditRecord, read_json, write_aside
+from bilip.record.checksum import UNSEALED, is_whole, seal
+from bilip.record.files import open_regular, read_file
 from bilip.training import read_state, save_state
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from bilip.errors import CheckpointError
-from bilip.record import UNSEALED, seal
+from bilip.record.checksum import UNSEALED, seal
 from bilip.training import load_weights, read_log, read_state, save_state, train
 from training.runs import make_settings, make_task, silent
 

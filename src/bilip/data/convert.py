@@ -67,7 +67,7 @@ def _open(value: Any) -> tuple[Rows, Rows | None, str]:
         return ArrayRows(value), None, f"array, {value.dtype}"
     if isinstance(value, (str, os.PathLike)):
         path = Path(value)
-        if not path.exists() and isinstance(value, str) and value.partition(":")[0] in NOISE_NAMES:
+        if not os.path.exists(path) and isinstance(value, str) and value.partition(":")[0] in NOISE_NAMES:
             raise InputError(f"{value!r} is a kind of noise, not a file: pass bilip.data.noise({value!r}, data).")
         if not path.exists() and isinstance(value, str) and value.partition(":")[0] in IMAGE_SETS:
             name, _, split = value.partition(":")

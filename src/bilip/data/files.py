@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bilip.data.rows import ArrayRows, Rows, torch_dtype
 from bilip.errors import InputError, MissingExtra
-from bilip.record import open_regular, read_header
+from bilip.record.files import open_regular
+from bilip.record.header import read_header
 
 __all__ = ["open_file"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bilip.data.rows import Rows
 from bilip.errors import InputError, MissingExtra
-from bilip.record import open_regular
+from bilip.record.files import open_regular
 
 __all__ = ["FolderRows"]
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from bilip.errors import InputError
-from bilip.record import read_file
+from bilip.record.files import read_file
 
 __all__ = ["load_plain"]
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from bilip.errors import BilipError, CheckpointError, InputError, RecordError
 from bilip.recipes.recipe import Measured, Recipe, Work
-from bilip.record import environment, open_regular, read_json, to_plain, write_json
+from bilip.record import environment, read_json, to_plain, write_json
+from bilip.record.files import open_regular
 
 __all__ = ["SCHEMA", "Piece", "device_name", "do", "is_measured", "keep", "kept", "load", "loaded", "today"]
 

@@ -213,21 +213,14 @@ def _items(raw: Mapping[str, Any], name: str, kind: Any) -> list[Any]:
     return raw[name]
 
 
-def _scalars(raw: Mapping[str, Any], name: str) -> dict[str, Scalar]:
-    for key, value in _typed(raw, name, dict).items():
-        if not isinstance(value, (float, int, str, NoneType)):
-            raise TypeError(f"{key!r} in {name!r} is a {type(value).__name__}, not a number or a word")
-    return raw[name]
-
-
 def _measurement(raw: dict[str, Any]) -> Measurement:
     series = _typed(raw, "series", dict)
     return Measurement(
         probe=_typed(raw, "probe", str),
         source=_typed(raw, "source", str),
-        values=_scalars(raw, "values"),
+        values=_typed(raw, "values", dict),
         series={k: tuple(_items(series, k, (int, float))) for k in series},
-        rows=tuple(_scalars({"rows": row}, "rows") for row in _items(raw, "rows", dict)),
+        rows=tuple(_items(raw, "rows", dict)),
         histograms={k: _histogram(h) for k, h in _typed(raw, "histograms", dict).items()},
         pictures=tuple(_picture(p) for p in _items(raw, "pictures", dict)),
         notes=tuple(_items(raw, "notes", str)),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import CheckpointError, InputError
-from bilip.record import open_regular, read_file
+from bilip.record.files import open_regular, read_file
 
 __all__ = ["Log", "read_log"]
 

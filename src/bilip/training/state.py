@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from bilip.errors import BilipError, CheckpointError, MissingExtra
-from bilip.record import UNSEALED, is_whole, parse_json, read_file, read_header, seal, write_aside
+from bilip.record import write_aside
+from bilip.record.checksum import UNSEALED, is_whole, seal
+from bilip.record.files import read_file
+from bilip.record.header import read_header
+from bilip.record.plain import parse_json
 
 __all__ = ["load_weights", "read_state", "restore_optimizer", "save_state", "split_optimizer"]
 
