@@ -163,3 +163,14 @@ def test_actnorms_start_from_so_many_augmented_images(tiny, data, tmp_path):
     z = trunk[1](trunk[0](seen[0]))  # the first ActNorm
     assert z.mean(dim=(0, 2, 3)).abs().max() < 1e-5
     assert (z.std(dim=(0, 2, 3)) - 1).abs().max() < 1e-2
+
+
+def test_the_worst_of_some_images():
+    nan = math.nan
+    found = cifar10_classifier.worst(
+        {"condition": [1e3, nan, 10.0], "sigma_min": [1e-2, nan, 0.1], "sigma_max": [10.0, nan, 1.0]}
+    )
+    assert found == {"condition": math.inf, "sigma_min": 1e-2, "sigma_max": 10.0}
+    lost = cifar10_classifier.worst({"condition": [nan], "sigma_min": [nan], "sigma_max": [nan]})
+    assert lost["condition"] == math.inf
+    assert math.isnan(lost["sigma_min"])

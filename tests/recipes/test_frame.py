@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import BilipError, CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, Recipe, configured, find, frame, names, reproduce
 from bilip.recipes.table import BEGIN, END, readme_table, status, write_readme
 from bilip.record import read_json, write_json
@@ -169,6 +169,57 @@ def test_what_is_measured_is_not_measured_again(tmp_path, counting):
     seeds = read_json(tmp_path / "ours.json")["runs"]["quick"]["measured"]
     assert set(seeds) == {"3", "4"}
     assert seeds["3"]["a"] == {"value": float("inf"), "threads": 1}
+
+
+def test_some_parts_alone(tmp_path, counting):
+    with pytest.raises(Stopped, match="1 of 2 parts are measured"):
+        reproduce("counting", out=tmp_path, parts=["b"])
+    with pytest.raises(Stopped, match="1 of 2 parts are measured"):
+        reproduce("counting", out=tmp_path, collect=True)
+    reproduce("counting", out=tmp_path, parts=["a", "a"])
+    assert counting.ran == [("b", 0), ("a", 0)]
+    assert set(read_json(tmp_path / "ours.json")["runs"]["quick"]["measured"]["0"]) == {"a", "b"}
+    with pytest.raises(InputError, match="--parts c: there is no such part. There are a, b"):
+        reproduce("counting", out=tmp_path, parts=["c"])
+    with pytest.raises(InputError, match="--minutes 0"):
+        reproduce("counting", out=tmp_path, minutes=0)
+
+
+def test_the_time_is_up_before_the_next_part(tmp_path, counting, monkeypatch):
+    original = counting.run
+
+    def slow(part, config, work):
+        monkeypatch.setattr(frame, "time", Clock(1e18))
+        return original(part, config, work)
+
+    monkeypatch.setattr(counting, "run", slow)
+    monkeypatch.setattr(frame, "time", Clock(0.0))
+    with pytest.raises(Stopped, match="1 of 2 parts are measured; the same command goes on"):
+        reproduce("counting", out=tmp_path, minutes=1)
+    assert counting.ran == [("a", 0)]
+    reproduce("counting", out=tmp_path)
+    assert counting.ran == [("a", 0), ("b", 0)]
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def time(self):
+        return self.now
+
+    perf_counter = time
+
+
+def test_a_gpu_that_is_full(tmp_path, counting, monkeypatch):
+    def full(part, config, work):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(counting, "run", full)
+    with pytest.raises(BilipError, match=r"a, seed 0: the GPU is out of memory.*--jobs.*bilip.Reversible"):
+        reproduce("counting", out=tmp_path)
 
 
 def test_a_folder_begun_otherwise(tmp_path, counting):

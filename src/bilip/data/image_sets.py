@@ -35,6 +35,10 @@ class ImageSet:
         crop: Side of the centre square that is cut out; `None` for the shorter side.
         hub: Its name on Hugging Face, the configuration, the columns of images and labels, and the name of each split there.
         md5: Of each 10,000 images of a split, labels and pixels as in the binary files, where known.
+
+    Example:
+        >>> IMAGE_SETS["svhn"].counts["test"]
+        26032
     """
 
     name: str

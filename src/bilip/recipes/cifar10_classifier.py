@@ -306,6 +306,18 @@ def guard_facts(walk: Any) -> dict[str, Any]:
     }
 
 
+def worst(several: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The largest condition number and the two extreme singular values over some images; a condition number that float64 cannot tell
+    counts as infinite.
+    """
+    known = {name: [value for value in values if not math.isnan(value)] for name, values in several.items()}
+    return {
+        "condition": max(math.inf if math.isnan(value) else value for value in several["condition"]),
+        "sigma_min": min(known["sigma_min"], default=math.nan),
+        "sigma_max": max(known["sigma_max"], default=math.nan),
+    }
+
+
 class Looks:
     """What is measured of a run, along the way and in the end.
 
@@ -340,8 +352,7 @@ class Looks:
         ends = dict.fromkeys(("condition", "sigma_min", "sigma_max"), math.nan)
         if done in self.spectra_at:
             several = singular_ends(trunk_of(model), self.images(self.config.spectra))
-            ends = {"condition": max(several["condition"]), "sigma_min": min(several["sigma_min"])}
-            ends["sigma_max"] = max(several["sigma_max"])
+            ends = worst(several)
         turned = dict.fromkeys(("angle", "angle_finite", "angle_worst", "angle_lost", "angle_guarded"), math.nan)
         if done in self.angles_at:
             turned = self.turned(model)
@@ -372,14 +383,11 @@ class Looks:
         work.progress("singular values", 0.92)
         trunk, x = trunk_of(model), self.images(self.config.spectra_end)
         several = singular_ends(trunk, x)
-        conditions = [math.inf if math.isnan(c) else c for c in several["condition"]]
         return {
             **found,
             "invertible": found["share_non_finite"] == 0 and found["error_mean"] < LIMIT,
-            "condition": max(conditions),
-            "condition_median": float(np.median(conditions)),
-            "sigma_min": min(several["sigma_min"]),
-            "sigma_max": max(several["sigma_max"]),
+            **worst(several),
+            "condition_median": float(np.median([math.inf if math.isnan(c) else c for c in several["condition"]])),
             "spectra": several,
             f"image_{FIRST}": {name: values[0] for name, values in several.items()},
             f"image_{FIRST}_float32": float32_ends(trunk, x[:1]),

@@ -256,7 +256,7 @@ def curve(measured: Measured, name: str) -> tuple[list[float], list[float]]:
     arrays, numbers = measured.arrays, measured.numbers
     epochs = [step * numbers["epochs"] / numbers["steps"] for step in arrays["log_step"].tolist()]
     values = arrays[f"log_{name}"].tolist()
-    known = arrays["log_sigma_max"].tolist() if name in ("condition", "sigma_min", "sigma_max") else []
+    known = arrays["log_condition"].tolist() if name in ("condition", "sigma_min", "sigma_max") else []
     pairs = [
         (e, v) for k, (e, v) in enumerate(zip(epochs, values, strict=True)) if not known or not math.isnan(known[k])
     ]

@@ -144,6 +144,11 @@ def reproduce(
     else:
         todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
         shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
+        done = sum((share / "measured.json").exists() for share in shares.values())
+        if done < len(shares):
+            raise Stopped(
+                f"{done} of {len(shares)} parts are measured; the table needs them all: run without --parts or --collect."
+            )
         found, about = loaded(shares)
     show(name, "drawing the figures", 1.0)
     from bilip import figures

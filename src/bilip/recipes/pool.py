@@ -55,6 +55,9 @@ def side_by_side(
             dead = [title for title, process in running.items() if not process.is_alive()]  # before their last words
             for title, kind, *words in _heard(reports):
                 if kind == "failed":
+                    running.pop(title).join(
+                        timeout=20
+                    )  # killed as it leaves, it would take the lock of the queue along
                     raise words[0]
                 if kind == "stopped":
                     stopped = "the time is up."
@@ -96,6 +99,7 @@ def _on_sigterm(handler: Any) -> Any:
 
 def _one(do: Do, piece: Any, reports: Any) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _on_sigterm(_ended)  # in training, the loop's own
     last = 0.0
 
     def progress(text: str, share: float) -> None:
