@@ -1,12 +1,12 @@
 """Does any gain exceed a proven bound, at any magnitude?
 
 Draws blocks of `tests/catalogue.py`, random chains of them and the provable blocks of other libraries, each with its weights
-multiplied by 1e-30 to 1e4 and its linear blocks stirred, in float16, bfloat16, float32 or float64, and asks for bounds in both
-formulas on boxes with sides from 1e-300 to 1e290, around the origin or beside it, of inputs or of latents, and everywhere where there is such a bound. Against each
-finite bound stands the largest gain found at corners, random points and points of all magnitudes of the box: singular values of
-float64 Jacobians of a copy with the very weights that act, and pairs of points far apart. A comparison is one finite bound against
-one finite gain. A gain above its bound counts only by what it exceeds the error of its own measurement: that of the
-decomposition, and of the Jacobian as it differs when it is built from the rows of a random rotation. Images of points have to lie
+multiplied by 1e-30 to 1e4 and its linear blocks stirred, in float16, bfloat16, float32 or float64. Asks for bounds in both formulas
+on boxes with sides from 1e-300 to 1e290, around the origin or beside it, of inputs or of latents, and everywhere where there is such a
+bound. Against each finite bound stands the largest gain found at corners, random points and points of all magnitudes of the box:
+singular values of float64 Jacobians of a copy with the very weights that act, and pairs of points far apart. A comparison is one
+finite bound against one finite gain. A gain above its bound counts only by what it exceeds the error of its own measurement: that of
+the decomposition, and of the Jacobian as it differs when it is built from the rows of a random rotation. Images of points have to lie
 in the box that is said to hold them, likewise.
 
 Vector fields of neural ODEs keep their weights up to a factor of 3, because the bound is about the exact flow and the gain about what
