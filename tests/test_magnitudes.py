@@ -12,7 +12,7 @@ from bilip.adapters._scales import AtanExpScale
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.bounds import BiLipschitz, exp_down, exp_up, norms
 from bilip.errors import InputError, PartitionError
-from bilip.nets import HeldConv2d, HeldLinear, conv_norm, matrix_norm
+from bilip.nets import HeldConv2d, HeldLinear, conv_norm, matrix_norm, power_lower_bound
 from bilip.nets.norms import gram_bounds, smallest_singular_value
 
 mpmath = pytest.importorskip("mpmath")
@@ -71,6 +71,13 @@ def test_norms_of_matrices_of_any_size(size):
             assert gram_bounds(weight[None], slopes=True)[1].isfinite().all()
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-170, 1.0, 1e170, 1e300])
+def test_a_lower_bound_by_power_iteration_stays_below(size):
+    layer = nn.Linear(3, 3, bias=False).double()
+    layer.weight.data = size * torch.diag(torch.tensor([3.0, 0.5, 0.1], dtype=D))
+    assert 2.99 * size <= power_lower_bound(layer, (3,)) <= matrix_norm(layer.weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("coefficient", [0.999, 1e-3])
 def test_held_layers_hold_up_to_the_ends_of_their_dtype(dtype, coefficient):
@@ -126,6 +133,14 @@ def test_a_bound_that_is_not_finite_never_converges():
     finite = torch.tensor([1.0], dtype=D)
     for tolerance in (finite, infinite):
         assert not bool(blocks.residual.Solution(finite, finite, infinite, tolerance, finite).converged)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1e-6])
+def test_right_hand_sides_that_are_not_finite_do_not_converge(tolerance):
+    z = torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [0.5, 1.0]], dtype=D)
+    solution = linear_residual().solve(z, tolerance=tolerance)
+    assert solution.converged.tolist() == [False, False, True]
+    assert solution.error_bound[:2].tolist() == [math.inf, math.inf]
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e200])
@@ -279,6 +294,11 @@ def test_scales_beyond_float64(log_scale):
                 true = mpmath.mpf(size) * mpmath.exp(mpmath.mpf(log))
                 assert image.low[0].item() <= true
                 assert image.high[0].item() >= true
+
+
+def test_actnorm_refuses_a_batch_whose_squares_overflow():
+    with pytest.raises(InputError, match="too large to square"):
+        blocks.ActNorm(2).double()(torch.randn(4, 2, dtype=D) * 1e200)
 
 
 # ---- functions of one number

@@ -91,6 +91,10 @@ class ActNorm(Bijection):
         count = _sum(values.new_tensor(float(values.shape[1])))
         mean = _sum(values.sum(1)) / count
         deviation = (_sum((values - mean[:, None]).square().sum(1)) / (count - 1)).sqrt()
+        if not torch.isfinite(deviation).all():
+            raise InputError(
+                "ActNorm: the numbers of the batch it should start from are too large to square in float64."
+            )
         self.bias.copy_(-mean)
         self.log_scale.copy_(-(deviation + 1e-6).log())
         self._mark(True)

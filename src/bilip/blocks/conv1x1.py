@@ -65,15 +65,15 @@ class InvertibleConv1x1(Bijection):
             self.lower = nn.Parameter(lower.tril(-1).float())
             self.upper = nn.Parameter(upper.triu(1).float())
             self.log_diagonal = nn.Parameter(diagonal.abs().log().float())
-        else:
+        elif kind == "full":
             self.weight = nn.Parameter(start.float())
-        if kind == "orthogonal":
-            self.parametrizations = nn.ModuleDict({"weight": _Exponential(self._parameters.pop("weight"))})
+        else:
+            self.parametrizations = nn.ModuleDict({"weight": _Exponential(nn.Parameter(start.float()))})
         self.volume_preserving = kind == "orthogonal"
         self._cache = EvalCache()
 
     def __getattr__(self, name: str):
-        if name == "weight" and "parametrizations" in self.__dict__["_modules"]:
+        if name == "weight" and "parametrizations" in self.__dict__.get("_modules", ()):
             return self.parametrizations["weight"]()
         return super().__getattr__(name)
 

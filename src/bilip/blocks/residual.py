@@ -175,11 +175,12 @@ class Residual(Bijection):
             raise InputError(f"solve(tolerance={tolerance}): expected a positive number.")
         last = norms(z.double() * eps)  # what the last digits of z amount to: it is finite for every finite z
         asked = 16 * (eps + last) / (1 - c) if tolerance is None else torch.full_like(last, tolerance)
-        if tolerance is not None and bool((asked < last / 4).any()):
+        if tolerance is not None and bool((torch.isfinite(last) & (asked < last / 4)).any()):
+            worst = int(torch.where(torch.isfinite(last), last, 0.0).argmax())
             raise InputError(
                 f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length "
-                f"{float(norms(z).max()):.3g} is itself "
-                f"only stored to about {float(last.max()) / 4:.1g}. Ask for more than that, or use float64."
+                f"{float(norms(z)[worst]):.3g} is itself "
+                f"only stored to about {float(last[worst]) / 4:.1g}. Ask for more than that, or use float64."
             )
 
         def g(x: Tensor, rows: Tensor) -> Tensor:

@@ -274,11 +274,14 @@ def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100,
     for _ in range(steps):
         v = v / v.norm()
         jv = torch.func.jvp(module, (zero,), (v,))[1]
-        best = max(best, float(jv.detach().norm()))
-        pull = torch.func.vjp(module, zero)[1]
-        (v,) = pull(jv)
-        v = v.detach()
-        if not float(v.norm()):
+        top = float(jv.detach().abs().max())
+        if not 0 < top < math.inf:
+            break
+        jv = jv / top  # so that no square overflows or underflows
+        best = max(best, top * float(jv.detach().norm()))
+        (v,) = torch.func.vjp(module, zero)[1](jv)
+        v = v.detach() / v.detach().abs().max()
+        if not torch.isfinite(v).all():
             break
     return best
 
