@@ -122,7 +122,14 @@ def patched_scale():
     return AffineCoupling(MLP(2, 4), scale=scale)
 
 
+def parametrized():
+    block = blocks.ActNorm(4, start="identity")
+    nn.utils.parametrize.register_parametrization(block, "log_scale", nn.Dropout())
+    return block.eval()
+
+
 REFUSED = {
+    "parametrized": (parametrized, "parametrized by Dropout, which is not one of torch's own"),
     "hook": (lambda: hooked(additive()), "hooks"),
     "pre-hook": (lambda: pre_hooked(additive()), "hooks"),
     "forward patched": (lambda: patched(additive(), "forward"), "method forward replaced"),

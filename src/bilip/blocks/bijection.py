@@ -13,7 +13,7 @@ from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets.certify import remembering
-from bilip.nets.readable import as_born, tampered, unstated
+from bilip.nets.readable import as_born, parametrized, tampered, unstated
 
 __all__ = ["FORMULAS", "Bijection"]
 
@@ -240,7 +240,7 @@ class Bijection(nn.Module):
                     statements += tuple(
                         name for name in steps if getattr(type(thing), name) is not vars(Bijection)[name]
                     )
-                why = tampered(thing)
+                why = tampered(thing) or (parametrized(thing) if isinstance(thing, nn.Module) else None)
                 if why is None:
                     root = next(kind for kind in reversed(type(thing).__mro__) if "proof_methods" in vars(kind))
                     overridden = unstated(type(thing), statements, root)

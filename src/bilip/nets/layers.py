@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from bilip.bounds import EPS, Box, as_float64, log_of, log_product
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.activations import TINY, Shape, lengths
 from bilip.nets.norms import conv_norm, matrix_norm
-from bilip.nets.readable import as_born, changed, tampered, unstated
+from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
 __all__ = [
@@ -342,9 +342,12 @@ class Linear:
             weight, cap = layer.held_weight(), layer.coefficient
         elif isinstance(layer, GainConv2d):
             gain = (3 * layer.log_gain.double()).exp()
-            weight, bias, slack = layer.weight.double() * gain[:, None, None, None], layer.bias.double() * gain, 8 * EPS  # type: ignore[union-attr]
+            weight, slack = layer.weight.double() * gain[:, None, None, None], 8 * EPS
+            bias = None if bias is None else bias.double() * gain
         else:
             weight = layer.weight
+        if weight.is_complex():
+            raise unknown(layer, "has complex weights")
         weight = weight.detach().double()
         bias = None if bias is None else bias.detach().double()
         if move:
@@ -517,6 +520,8 @@ def _(layer: nn.Module) -> Reading:
 def _(layer: Any) -> Reading:
     if not layer.coefficient > 0:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
+    if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
+        raise unknown(layer, f"has kernel_size={layer.kernel_size}, but a kernel of {tuple(layer.weight.shape[2:])}")
     if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != (
         "zeros",
         1,
@@ -552,10 +557,9 @@ for _kind in activations.KNOWN:
     reader.register(_kind, activations.facts)  # type: ignore[arg-type]
 
 as_born(*{part for kind in reader.registry for part in kind.__mro__ if part not in (object, nn.Module)})
-as_born(nn.Sequential, LayeredNet, parametrize.ParametrizationList)
+as_born(nn.Sequential, LayeredNet)
 
 _STATEMENTS = ("log_lipschitz", "enclose", "point", "log_cap")
-_UNDERSTOOD = tuple(getattr(parametrizations, name) for name in ("_SpectralNorm", "_WeightNorm", "_Orthogonal"))
 
 
 def read(layer: nn.Module) -> Reading:
@@ -616,17 +620,9 @@ def _class_of(layer: nn.Module) -> type:
             f"{kind.__name__} is parametrized and in training mode, where reading its weight may change it. "
             "Call .eval() on the model before asking for bounds."
         )
-    for parts in layer.parametrizations.values():  # type: ignore[union-attr, operator]
-        for part in (parts, *parts):
-            why = tampered(part)
-            if why is None and part is not parts and type(part) not in _UNDERSTOOD:
-                why = "is not one of torch's own"
-            if why is not None:
-                raise unknown(
-                    layer,
-                    f"is parametrized by {type(part).__name__}, which {why}; "
-                    "torch.nn.utils.parametrize.remove_parametrizations makes its weight a plain one",
-                )
+    why = parametrized(layer)
+    if why is not None:
+        raise unknown(layer, f"{why} (torch.nn.utils.parametrize.remove_parametrizations makes its weight a plain one)")
     return kind.__bases__[0]
 
 

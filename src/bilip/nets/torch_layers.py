@@ -238,10 +238,10 @@ def _average_pool(layer: Any, dims: int) -> Reading | None:
         return pool(*given) if dims == 1 else pool(*given, override)
 
     def box(given: Box) -> Box:
-        size = torch.maximum(given.low.abs(), given.high.abs())
-        return Box.outward(
-            *(act(end[None])[0] for end in (given.low, given.high)), (entries + 4) * EPS * act(size[None])[0]
+        low, high, size = (
+            act(end[None])[0] for end in (given.low, given.high, torch.maximum(given.low.abs(), given.high.abs()))
         )
+        return Box.outward(low, high, (entries + 4) * EPS * size)
 
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
         return act(v), (entries + 4) * EPS * lengths(act(v.abs()))
