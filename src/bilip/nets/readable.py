@@ -142,7 +142,8 @@ def parametrized(module: nn.Module) -> str | None:
     for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
         for part in (parts, *parts):
             why = tampered(part)
-            if why is None and part is not parts and type(part) not in _UNDERSTOOD:
+            own = type(part).__module__.split(".")[0] == "bilip"
+            if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:
                 why = "is not one of torch's own"
             if why is not None:
                 return f"is parametrized by {type(part).__name__}, which {why}"
