@@ -76,6 +76,16 @@ class HalfStated(AdditiveCoupling):
         return 10.0
 
 
+class Affine(AffineCoupling):
+    """All four restated, but not what affine coupling knows besides."""
+
+    def forward(self, x, context=None):
+        return 100 * super().forward(x, context)
+
+    log_lip, log_lip_inverse = AffineCoupling.log_lip, AffineCoupling.log_lip_inverse
+    interval, interval_inverse = AffineCoupling.interval, AffineCoupling.interval_inverse
+
+
 class MyChain(Chain):
     def forward(self, x, context=None):
         return 100 * super().forward(x, context)
@@ -122,7 +132,14 @@ def patched_scale():
     return AffineCoupling(MLP(2, 4), scale=scale)
 
 
+def parametrized():
+    block = blocks.ActNorm(4, start="identity")
+    nn.utils.parametrize.register_parametrization(block, "log_scale", nn.Dropout())
+    return block.eval()
+
+
 REFUSED = {
+    "parametrized": (parametrized, "parametrized by Dropout, which is not one of torch's own"),
     "hook": (lambda: hooked(additive()), "hooks"),
     "pre-hook": (lambda: pre_hooked(additive()), "hooks"),
     "forward patched": (lambda: patched(additive(), "forward"), "method forward replaced"),
@@ -137,6 +154,7 @@ REFUSED = {
     "branch overridden": (lambda: Branch(MLP(4, 4, lipschitz=0.5)), "Branch.branch, but inherits"),
     "half of it stated": (lambda: additive(HalfStated), "HalfStated.forward, but inherits"),
     "chain overridden": (lambda: MyChain(additive()), "MyChain.forward, but inherits"),
+    "a sharper constant inherited": (lambda: Affine(MLP(2, 4)), "Affine.forward, but inherits"),
     "mixed in": (lambda: additive(Mixed), "Mixin.forward, but inherits"),
     "overridden before": (lambda: additive(Later), "Forward.forward, but inherits"),
     "scale overridden": (lambda: AffineCoupling(MLP(2, 4), scale=Steep()), "Steep.__call__, but inherits"),

@@ -144,6 +144,8 @@ REFUSED = {
     ),
     "circular held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), padding_mode="circular"),
     "dilation of a held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), dilation=(2, 2)),
+    "kernel size of a held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), kernel_size=(1, 1)),
+    "complex weights": lambda: nn.Linear(2, 2, dtype=torch.complex64),
     "padding changed": lambda: with_option(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), padding=(0, 0)),
     "negative coefficient": lambda: with_option(HeldLinear(2, 2, coefficient=0.5), coefficient=-1.0),
     "inputs changed": lambda: with_option(MLP(2, 2, context=2), inputs=1),

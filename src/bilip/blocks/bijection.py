@@ -13,7 +13,7 @@ from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets.certify import remembering
-from bilip.nets.readable import as_born, tampered, unstated
+from bilip.nets.readable import as_born, parametrized, tampered, unstated
 
 __all__ = ["FORMULAS", "Bijection"]
 
@@ -58,8 +58,8 @@ class Bijection(nn.Module):
     volume_preserving: bool = False
     rearranges: bool = False
     closed_form: bool = True
-    # The methods that state what is proved: a subclass that changes a map defines all of them, and the two steps of a proof
-    # below if its bases have their own.
+    # The methods that state what is proved: a subclass that changes a map defines all of them, and of `advance`, `retreat` and
+    # `log_lip_inverse_on_image` those that its bases define.
     proof_methods: ClassVar[tuple[str, ...]] = ("log_lip", "log_lip_inverse", "interval", "interval_inverse")
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -169,6 +169,7 @@ class Bijection(nn.Module):
         log_forward = self.log_lip(reach.box, context, formula)
         after = reach.through(lambda box: self.interval(box, context), log_forward)
         log_inverse = self.log_lip_inverse(after.box, context, formula)
+        log_inverse = min(log_inverse, self.log_lip_inverse_on_image(reach.box, context, formula))
         return self._step(reach, after, log_forward, log_inverse, name, after.box)
 
     def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
@@ -236,11 +237,11 @@ class Bijection(nn.Module):
                 if statements is None:
                     continue
                 if "log_lip" in statements:
-                    steps = ("advance", "retreat")
+                    steps = ("advance", "retreat", "log_lip_inverse_on_image")
                     statements += tuple(
                         name for name in steps if getattr(type(thing), name) is not vars(Bijection)[name]
                     )
-                why = tampered(thing)
+                why = tampered(thing) or (parametrized(thing) if isinstance(thing, nn.Module) else None)
                 if why is None:
                     root = next(kind for kind in reversed(type(thing).__mro__) if "proof_methods" in vars(kind))
                     overridden = unstated(type(thing), statements, root)
@@ -272,6 +273,10 @@ class Bijection(nn.Module):
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         """Log of an upper bound on Lip(F^-1) on a box of latents."""
         raise self._unproved("log_lip_inverse")
+
+    def log_lip_inverse_on_image(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        """Log of an upper bound on Lip(F^-1) on F(box), for blocks that know a better one than on a box around F(box)."""
+        return float("inf")
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F(box), by interval arithmetic."""

@@ -235,6 +235,17 @@ def _prelu(module: nn.PReLU) -> Facts | None:
     return Facts(max(1.0, float(slopes.abs().max())), interval, value, held=False)
 
 
+def _hardswish() -> Facts:
+    # The slope is (2 x + 3) / 6 between -3 and 3. Torch's kernels for GPUs multiply by 1/6 rounded to float32, in float64 too.
+    exact, off = _valley(1.5 * (1 + 4e-8), F.hardswish, -1.5, -0.375), 4e-8
+
+    def interval(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        ends = exact.interval(low, high)
+        return tuple(end + side * off * end.abs().nan_to_num(0.0, 0.0) for end, side in zip(ends, (-1, 1), strict=True))  # type: ignore[return-value]
+
+    return Facts(exact.lipschitz, interval, exact.value, lambda v: off * exact.value(v))
+
+
 def _dropout(module: nn.Module) -> Facts | None:
     if module.training and module.p:
         return None  # another map at every call
@@ -257,12 +268,11 @@ _FACTS: dict[type[nn.Module], Callable[..., Facts | None]] = {
     nn.Tanh: lambda _: _monotone(1.0, torch.tanh),
     nn.Hardtanh: _hardtanh,
     nn.Sigmoid: lambda _: _monotone(0.25, torch.sigmoid),
-    nn.Hardsigmoid: lambda _: _monotone(1 / 6 * (1 + EPS), F.hardsigmoid),
     nn.LogSigmoid: lambda _: _monotone(1.0, F.logsigmoid),
     nn.Softsign: lambda _: _monotone(1.0, _softsign),
     nn.Softplus: _softplus,
     nn.SiLU: lambda _: _valley(SWISH_LIPSCHITZ, F.silu, SWISH_ARGMIN, SWISH_MIN),
-    nn.Hardswish: lambda _: _valley(1.5, F.hardswish, -1.5, -0.375),
+    nn.Hardswish: lambda _: _hardswish(),
     nn.Mish: lambda _: _valley(MISH_LIPSCHITZ, F.mish, MISH_ARGMIN, MISH_MIN),
     nn.GELU: _gelu,
     ScaledSwish: _scaled_swish,

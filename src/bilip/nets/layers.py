@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from bilip.bounds import EPS, Box, as_float64, log_of, log_product
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.activations import TINY, Shape, lengths
 from bilip.nets.norms import conv_norm, matrix_norm
-from bilip.nets.readable import as_born, changed, tampered, unstated
+from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
 __all__ = [
@@ -181,6 +181,19 @@ class GainConv2d(nn.Conv2d):
         return self._conv_forward(input, self.weight, self.bias) * (3 * self.log_gain).exp()[:, None, None]
 
 
+def copies(around: Sequence[int], mode: str, shape: Shape | None) -> int:
+    """How often an entry appears at most after padding by `around`, given as for `F.pad`, last dimension first."""
+    total = 1
+    for k in range(0, len(around), 2):
+        left, right = around[k], around[k + 1]
+        if mode in ("reflect", "circular"):
+            total *= 1 + (left > 0) + (right > 0)
+        elif mode == "replicate":
+            one = shape is None or len(shape) <= k // 2 or shape[-1 - k // 2] == 1
+            total *= 1 + left + right if one else 1 + max(left, right)
+    return total
+
+
 @dataclass(frozen=True)
 class Affine:
     """A linear or convolution layer in float64, as it acts.
@@ -199,12 +212,23 @@ class Affine:
     cap: float = math.inf
     slack: float = 0.0
 
+    @property
+    def terms(self) -> int:
+        """How many products are added up for one output."""
+        return self.weight[0].numel()
+
     def log_norm(self, shape: Shape | None, outputs: slice | None, inputs: slice | None = None) -> float:
         """Log of its operator norm, for some of its outputs and inputs."""
         # Entries off by a share of themselves move the norm by at most that share of the Frobenius norm, times sqrt(taps).
-        return log_product(
-            self._log_norm(shape, outputs, inputs), log_of(1 + self.slack * math.sqrt(self.weight.numel()))
-        )
+        slack = log_of(1 + self.slack * math.sqrt(self.weight.numel()))
+        return log_product(self._log_norm(shape, outputs, inputs), slack, log_of(self._copied(shape)))
+
+    def _copied(self, shape: Shape | None = None) -> float:
+        """The norm of the padding before a convolution: padding with pixels of the image repeats them."""
+        mode = "zeros" if self.conv is None else _conv_options(self.conv)[2]
+        if mode not in ("reflect", "replicate"):
+            return 1.0
+        return math.sqrt(copies(self.conv._reversed_padding_repeated_twice, mode, shape)) * (1 + EPS)  # type: ignore[union-attr, arg-type]
 
     def _log_norm(self, shape: Shape | None, outputs: slice | None, inputs: slice | None) -> float:
         weight, conv = self.weight, self.conv
@@ -217,8 +241,6 @@ class Affine:
             weight = weight[:, inputs] if inputs is not None else weight
         stride, dilation, mode = _conv_options(conv)
         taps, padding = weight.shape[2:], conv.padding
-        if mode not in ("zeros", "circular"):
-            raise UnknownLipschitz(f"{conv}: padding_mode={mode!r} has no certified norm here. {_DECLARE}")
         if mode == "circular" and (
             isinstance(padding, str)
             or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
@@ -231,6 +253,8 @@ class Affine:
         if weight[0, 0].numel() == 1 and groups == 1:
             return log_of(matrix_norm(weight.flatten(1)))
         size = None if shape is None or len(shape) != weight.ndim - 1 else shape[1:]
+        if mode in ("reflect", "replicate"):  # padded before, and without padding of its own
+            size, mode = None, "zeros"
         return log_of(conv_norm(weight, size=size, padding_mode=mode, stride=stride, dilation=dilation, groups=groups))
 
     def apply(self, box: Box) -> Box:
@@ -246,7 +270,7 @@ class Affine:
         magnitude = self.weight.abs()
         middle = self.act(self.weight, center)
         reach = self.act(magnitude, radius)
-        rounding = (self.weight[0].numel() + 4) * EPS + self.slack
+        rounding = (self.terms + 4) * EPS + self.slack
         error = rounding * (self.act(magnitude, center.abs()) + reach)
         if self.bias is not None:
             bias = self._spread(self.bias)
@@ -257,11 +281,11 @@ class Affine:
     def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        gross = float(lengths(total[None])) * (1 + total.numel() * EPS)
+        gross = float(lengths(total[None])) * (1 + total.numel() * EPS) * self._copied()
         image = self.act(self.weight, value)
-        rounding = (self.weight[0].numel() + 4) * EPS + self.slack
+        rounding = (self.terms + 4) * EPS + self.slack
         # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = rounding * gross * lengths(value) + self.weight[0].numel() * TINY * math.sqrt(math.prod(image.shape[1:]))
+        own = rounding * gross * lengths(value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
             copies = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
@@ -295,10 +319,11 @@ class Affine:
         return bias if self.conv is None else bias.view(-1, *[1] * (self.weight.ndim - 2))
 
 
-class _Linear:
+class Linear:
     """A linear or convolution layer; its weight is looked at only when that is needed."""
 
     fresh = True
+    kind = Affine
 
     def __init__(self, layer: nn.Module, *, own_weight: bool = False) -> None:
         self.layer, self.own_weight = layer, own_weight
@@ -317,9 +342,12 @@ class _Linear:
             weight, cap = layer.held_weight(), layer.coefficient
         elif isinstance(layer, GainConv2d):
             gain = (3 * layer.log_gain.double()).exp()
-            weight, bias, slack = layer.weight.double() * gain[:, None, None, None], layer.bias.double() * gain, 8 * EPS  # type: ignore[union-attr]
+            weight, slack = layer.weight.double() * gain[:, None, None, None], 8 * EPS
+            bias = None if bias is None else bias.double() * gain
         else:
             weight = layer.weight
+        if weight.is_complex():
+            raise unknown(layer, "has complex weights")
         weight = weight.detach().double()
         bias = None if bias is None else bias.detach().double()
         if move:
@@ -330,7 +358,7 @@ class _Linear:
                     f"the {name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
                     "Load an earlier checkpoint, or find the step where training diverged."
                 )
-        return Affine(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(cap), slack)
+        return self.kind(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(cap), slack)
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
@@ -353,13 +381,13 @@ class _Linear:
         return self.affine.out_shape(shape)
 
 
-class _Rearranged:
+class Rearranged:
     """A layer that moves the entries of a sample and changes none."""
 
     fresh = False
 
-    def __init__(self, act: Callable[[Tensor], Tensor], *, fresh: bool = False) -> None:
-        self.act, self.fresh = act, fresh
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        self.act = act
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
@@ -492,6 +520,8 @@ def _(layer: nn.Module) -> Reading:
 def _(layer: Any) -> Reading:
     if not layer.coefficient > 0:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
+    if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
+        raise unknown(layer, f"has kernel_size={layer.kernel_size}, but a kernel of {tuple(layer.weight.shape[2:])}")
     if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != (
         "zeros",
         1,
@@ -504,18 +534,18 @@ def _(layer: Any) -> Reading:
 def _checked_conv(layer: Any, *, own_weight: bool = False) -> Reading:
     """The options of a convolution can be set after it was built; what does not fit together is refused."""
     if not isinstance(layer, nn.Linear):
-        if layer.transposed or layer.padding_mode not in ("zeros", "circular"):
+        if layer.transposed or layer.padding_mode not in ("zeros", "circular", "reflect", "replicate"):
             raise unknown(layer, f"has padding_mode={layer.padding_mode!r}, which has no certified norm here")
-        if layer.padding_mode == "circular" and not isinstance(layer.padding, str):
+        if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
             around = [p for p in reversed(layer.padding) for _ in range(2)]
             if list(layer._reversed_padding_repeated_twice) != around:
                 raise unknown(layer, "has another padding than it was built with")
-    return _Linear(layer, own_weight=own_weight)
+    return Linear(layer, own_weight=own_weight)
 
 
 @reader.register(nn.Flatten)
 def _(layer: nn.Flatten) -> Reading | None:
-    return _Rearranged(lambda v: v.flatten(1)) if (layer.start_dim, layer.end_dim) == (1, -1) else None
+    return Rearranged(lambda v: v.flatten(1)) if (layer.start_dim, layer.end_dim) == (1, -1) else None
 
 
 @reader.register(Declared)
@@ -527,10 +557,9 @@ for _kind in activations.KNOWN:
     reader.register(_kind, activations.facts)  # type: ignore[arg-type]
 
 as_born(*{part for kind in reader.registry for part in kind.__mro__ if part not in (object, nn.Module)})
-as_born(nn.Sequential, LayeredNet, parametrize.ParametrizationList)
+as_born(nn.Sequential, LayeredNet)
 
 _STATEMENTS = ("log_lipschitz", "enclose", "point", "log_cap")
-_UNDERSTOOD = tuple(getattr(parametrizations, name) for name in ("_SpectralNorm", "_WeightNorm", "_Orthogonal"))
 
 
 def read(layer: nn.Module) -> Reading:
@@ -591,17 +620,9 @@ def _class_of(layer: nn.Module) -> type:
             f"{kind.__name__} is parametrized and in training mode, where reading its weight may change it. "
             "Call .eval() on the model before asking for bounds."
         )
-    for parts in layer.parametrizations.values():  # type: ignore[union-attr, operator]
-        for part in (parts, *parts):
-            why = tampered(part)
-            if why is None and part is not parts and type(part) not in _UNDERSTOOD:
-                why = "is not one of torch's own"
-            if why is not None:
-                raise unknown(
-                    layer,
-                    f"is parametrized by {type(part).__name__}, which {why}; "
-                    "torch.nn.utils.parametrize.remove_parametrizations makes its weight a plain one",
-                )
+    why = parametrized(layer)
+    if why is not None:
+        raise unknown(layer, f"{why} (torch.nn.utils.parametrize.remove_parametrizations makes its weight a plain one)")
     return kind.__bases__[0]
 
 
@@ -665,12 +686,12 @@ def affine_layer(layer: nn.Module) -> Affine | None:
     if not isinstance(layer, (nn.Linear, *_CONVS)):
         return None
     found = read(layer)
-    return found.affine if isinstance(found, _Linear) else None
+    return found.affine if isinstance(found, Linear) else None
 
 
 def linear_size(layer: nn.Module) -> tuple[int | None, int | None]:
     """Features or channels that a linear or convolution layer gives and takes; `None` for other modules."""
-    if not isinstance(layer, (nn.Linear, *_CONVS)) or not isinstance(read(layer), _Linear):
+    if not isinstance(layer, (nn.Linear, *_CONVS)) or not isinstance(read(layer), Linear):
         return None, None
     weight: Any = layer.weight
     return weight.shape[0], weight.shape[1] * (1 if isinstance(layer, nn.Linear) else layer.groups)

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations, parametrize
 
-__all__ = ["as_born", "changed", "tampered", "unstated"]
+__all__ = ["as_born", "changed", "parametrized", "tampered", "unstated"]
 
 # Names that a subclass may define without changing what is computed.
 _HARMLESS = frozenset(
@@ -77,6 +78,9 @@ _CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward
 # Global hooks of torch's own that only watch.
 _WATCHERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
 
+# Parametrizations that give the same weight at every call, in evaluation mode.
+_UNDERSTOOD = tuple(getattr(parametrizations, name) for name in ("_SpectralNorm", "_WeightNorm", "_Orthogonal"))
+
 _BORN: WeakKeyDictionary[type, dict[str, object]] = WeakKeyDictionary()
 _METHODS: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -119,6 +123,30 @@ def tampered(thing: object) -> str | None:
         for name, value in _BORN.get(ancestor, {}).items():
             if vars(ancestor).get(name) is not value:
                 return f"has the method {name} of its class {ancestor.__name__} replaced"
+    return None
+
+
+def parametrized(module: nn.Module) -> str | None:
+    """By what a module is parametrized that may give another weight at every call, as the rest of a sentence; `None` if by nothing.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        >>> parametrized(layer)
+        >>> parametrize.register_parametrization(layer, "bias", nn.Dropout()) is layer
+        True
+        >>> parametrized(layer)
+        "is parametrized by Dropout, which is not one of torch's own"
+    """
+    if not parametrize.is_parametrized(module):
+        return None
+    for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
+        for part in (parts, *parts):
+            why = tampered(part)
+            own = type(part).__module__.split(".")[0] == "bilip"
+            if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:
+                why = "is not one of torch's own"
+            if why is not None:
+                return f"is parametrized by {type(part).__name__}, which {why}"
     return None
 
 
@@ -174,4 +202,4 @@ def _is_method(value: object) -> bool:
     )
 
 
-as_born(nn.Module)
+as_born(nn.Module, parametrize.ParametrizationList, *_UNDERSTOOD)
