@@ -1,15 +1,22 @@
 """Does the guard ever let a wrong gradient pass without a word?
 
-Random models, most of them badly conditioned, three steps each, in float32. Tables: couplings of every scale function, 4 to 200 blocks deep, with and without
-ActNorm, weights far from their start, near-zero scales; features and offsets up to 1e7, samples that dominate their batch. Images: Glow, up to three levels with and
-without factoring out. Uneven: couplings between diagonal maps whose entries differ by orders of magnitude. The loss looks at the forward map, at the inverse, at a cycle of
-both, or at a finite-difference penalty. A model counts if its stored gradient is finite and not zero.
+Random models, most of them badly conditioned, three steps each, in float32:
 
-The yardstick of a model is max(1e-3 rad, 3 times the angle between its stored gradient in float32 and the one in float64). A step whose guarded gradient is further than that from the
-stored one is wrong; wrong with neither repair nor warning is silent. With ReLU, rounding may choose the other side of a kink: a step counts as a kink, not as wrong, if it is within the yardstick when
-the signs of the forward pass are used. A healthy model is one whose bare walk is within the yardstick: a repair there was not needed.
+* tables: couplings of every scale function, 4 to 200 blocks deep, with and without ActNorm, weights far from their start, near-zero scales;
+  features and offsets up to 1e7, samples that dominate their batch;
+* images: Glow, up to three levels, with and without factoring out;
+* uneven: couplings between diagonal maps whose entries differ by orders of magnitude.
 
-The exit code is 1 if a step is wrong, or if more repairs were needless than promised: 25 % of healthy first steps, 15 % of all steps of healthy models.
+The loss looks at the forward map, at the inverse, at a cycle of both, or at a finite-difference penalty. A model counts if its stored
+gradient is finite and not zero.
+
+The yardstick of a model is max(1e-3 rad, 3 times the angle between its stored gradient in float32 and the one in float64). A step whose
+guarded gradient is further than that from the stored one is wrong; wrong with neither repair nor warning is silent. With ReLU, rounding may
+choose the other side of a kink: a step counts as a kink, not as wrong, if it is within the yardstick when the signs of the forward pass
+are used. A healthy model is one whose bare walk is within the yardstick: a repair there was not needed.
+
+The exit code is 1 if a step is wrong, or if more repairs were needless than promised: 25 % of healthy first steps, 15 % of all steps of
+healthy models.
 
     python benchmarks/guard_soak.py --models 10000 --jobs 2 --out results/guard/soak.json
 """

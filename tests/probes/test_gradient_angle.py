@@ -19,7 +19,7 @@ def planted(smallest):
     torch.manual_seed(0)
     model = models.real_nvp(4, blocks=4, hidden=(8,), scale="exp", activation="elu")
     with torch.no_grad():
-        last = [m for m in model[1].modules() if isinstance(m, nn.Linear)][-1]
+        last = [m for m in model[2].modules() if isinstance(m, nn.Linear)][-1]
         last.weight.zero_()
         last.bias.zero_()
         last.bias[2:] = math.log(smallest)
@@ -45,7 +45,7 @@ def test_the_angle_grows_with_a_planted_defect_and_its_block_shows():
     m = GradientAngle(32).measure(planted(1e-7), x)
     rows = {row["block"]: row["angle"] for row in m.rows}
     assert rows["3"] < 1e-5  # after the defect: the walk has not met it yet
-    assert max(rows, key=rows.get) in ("0", "1")
+    assert max(rows, key=rows.get) in ("0", "1", "2")
 
 
 def test_in_float64_the_effect_disappears():

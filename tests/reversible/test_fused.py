@@ -31,8 +31,8 @@ def fused(device, monkeypatch):
 
 
 def by_torch(mark, x, scale):
-    """The sums of a fingerprint by torch's operations, and how far those of a kernel may be from them by rounding: of n entries of at most a few hundred
-    scales, in float32 or float64, weighted and summed in another order.
+    """The sums of a fingerprint by torch's operations, and how far those of a kernel may be from them by rounding: weighted and summed
+    in another order.
     """
     flat = x.flatten(1)
     terms = fingerprint.squeezed(flat, scale)[:, :, None] * mark.weights(flat)

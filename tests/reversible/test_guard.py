@@ -288,8 +288,8 @@ def test_fingerprints_see_drift_wherever_it_sits(size, where, step, place):
     """Of a drift e in units of the scales a fingerprint shows |(w_1 . e, w_2 . e)|, whose square has the mean |e|^2 / size.
 
     A sum with random signs exceeds a tenth of its root mean square with a probability of at least (1 - 1/100)^2 / 3 = 0.32 (Paley
-    and Zygmund, fourth moment at most 3 times the squared second). The weights of the samples are drawn apart: that 64 samples drifting alike hide in both
-    sums has a chance below 0.68^128 = 1e-21, whatever the pattern.
+    and Zygmund, fourth moment at most 3 times the squared second). The weights of the samples are drawn apart: that 64 samples
+    drifting alike hide in both sums has a chance below 0.68^128 = 1e-21, whatever the pattern.
     """
     generator = torch.Generator().manual_seed(place)
     x = torch.randn(64, size, generator=generator, dtype=torch.float64)

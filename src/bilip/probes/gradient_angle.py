@@ -23,6 +23,7 @@ __all__ = ["GradientAngle"]
 
 Loss = Callable[[Tensor, Tensor | None], Tensor]
 Grads = dict[nn.Parameter, Tensor]
+_CLOSE = 1e-5  # radians: so close, nobody asks for kinks
 
 
 class GradientAngle(Probe):
@@ -31,6 +32,10 @@ class GradientAngle(Probe):
     Memory-saving means `bilip.Reversible(model, guard=None)`: activations recomputed from outputs, unwatched. Both gradients are computed
     in evaluation mode and in the model's own dtype, because in float64 the effect disappears; only the angle itself,
     $2\,\mathrm{atan2}(|u - v|, |u + v|)$ of the unit vectors, is computed in float64.
+
+    Rounding on the way back may put a pre-activation on the other side of a ReLU's kink. That is no drift: either slope is right at a point
+    that the dtype cannot tell from the true one. `angle_remaining` is the angle with all piecewise activations held on the side where the
+    forward pass had them; what is missing from `angle` is kinks.
 
     A batch whose stored gradient is finite and whose memory-saving one is not has the angle NaN, and then so has the model. A
     batch whose stored gradient is not finite is only counted. If no parameter asks for gradients, all are asked for the time of the
@@ -67,10 +72,11 @@ class GradientAngle(Probe):
         log_det = all(getattr(part, "has_log_det", True) for _, part in bijection.parts())
         notes = () if log_det else ("the model states no log-determinant, so the loss is |z|^2/2",)
         whole: list[float] = []
+        remaining: list[float] = []
         blocks = {name: _Block(part) for name, part in bijection.parts()}
         unusable, seen, total = 0, 0, min(source.count, self.samples)
         with _asked(bijection) as parameters, torch.enable_grad():
-            walk = Reversible(bijection, None)
+            walk, held = Reversible(bijection, None), Reversible(bijection, None, keep_signs=True)
             for batch in source.batches(self.batch, limit=self.samples, dtype=subject.dtype, device=subject.device):
                 stored = self._gradients(bijection, batch, parameters, log_det=log_det)
                 seen += len(batch)
@@ -80,6 +86,11 @@ class GradientAngle(Probe):
                     continue
                 found = self._gradients(walk, batch, parameters, log_det=log_det)
                 whole.append(_angle(found, stored, list(stored)))
+                if not whole[-1] <= _CLOSE:
+                    found_held = self._gradients(held, batch, parameters, log_det=log_det)
+                    remaining.append(_angle(found_held, stored, list(stored)))
+                else:
+                    remaining.append(whole[-1])
                 for block in blocks.values():
                     block.add(found, stored)
         return Measurement(
@@ -88,6 +99,7 @@ class GradientAngle(Probe):
             values={
                 "angle": _largest(whole),
                 "angle_median": _median(whole),
+                "angle_remaining": _largest(remaining),
                 "share_non_finite": sum(map(math.isnan, whole)) / len(whole) if whole else math.nan,
                 "stored_non_finite": unusable,
                 "batches": len(whole) + unusable,

@@ -175,7 +175,7 @@ class Call:
         if self.checkpoint:
             return self._recompute(back)
         if watch is None:
-            return self._walk(back)[:2]
+            return self._walk(back, signs=self.signs)[:2]
         if not self.watched:  # this call was made while resting
             watch.rested()
             return self._recompute(back)

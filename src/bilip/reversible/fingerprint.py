@@ -93,10 +93,10 @@ class Print:
 
 
 def scales(flat: Tensor) -> Tensor:
-    """The scale of each coordinate: the geometric mean of how far neighbours in the batch are apart, at least 1/32 of their size.
+    """The scale of each coordinate: the geometric mean of how far neighbours in the batch are apart, or 1/32 of their size.
 
-    Zeros do not count, and no single sample, however large, moves a geometric mean by much. A coordinate that is constant has its size for a
-    scale, one that is zero throughout that of some others.
+    Zeros do not count, and no single sample, however large, moves a geometric mean by much. A coordinate that is constant has its
+    size for a scale, one that is zero throughout that of some others.
     """
     rows = flat[:: max(1, len(flat) // ROWS)][:ROWS].to(wide(flat.dtype))
     size, spread = geometric(rows), geometric(rows[1:] - rows[:-1])

@@ -94,9 +94,9 @@ class _Across(torch.autograd.Function):
         result = value.clone()
         for k, kink in enumerate(kinks):
             at = torch.full_like(value, kink)
-            step = torch.full_like(value, tiny) if kink == 0 else at.nextafter(at + 1) - at  # nothing subnormal
-            result = torch.where((side == k + 1) & (now <= k), at + step, result)
-            result = torch.where((side == k) & (now > k), at - step, result)
+            above, below = (at + tiny, at - tiny) if kink == 0 else (at.nextafter(at + 1), at.nextafter(at - 1))
+            result = torch.where((side == k + 1) & (now <= k), above, result)  # next to zero nothing subnormal
+            result = torch.where((side == k) & (now > k), below, result)
         return result
 
     @staticmethod
