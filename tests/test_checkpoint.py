@@ -109,7 +109,7 @@ def test_an_interrupted_save_leaves_the_old_file(saved, monkeypatch):
 def as_in_version_1(folder):
     """The same files as bilip 0.1 wrote them."""
     document = json.loads((folder / "config.json").read_text())
-    del document["sha256"]
+    document.pop("sha256", None)
     (folder / "config.json").write_text(json.dumps({**document, "version": 1}, indent=2) + "\n")
     state = load_tensors((folder / "model.safetensors").read_bytes())
     (folder / "model.safetensors").write_bytes(save_tensors(state, metadata={"format": "pt"}))
