@@ -107,9 +107,9 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     A float64 decomposition of $J_F$ resolves values down to about $10^{-13} \sigma_\text{max}$. The small end comes from the
     inverse Jacobian, built block by block at the stored activations: there the smallest values of $J_F$ are the largest.
 
-    How far rounding goes is measured: both matrices are computed twice, the second time from the columns of a random rotation,
-    turned back, at activations with noise of one rounding. The products of a chain then round differently, so that what
-    cancellation between blocks costs shows in the difference. Each value is taken from the side that knows it better; what neither
+    How far rounding goes is measured: products of both matrices with random directions are also computed block by block, at
+    activations with noise of one rounding. There the products of a chain round differently, so that what cancellation between
+    blocks costs shows in the difference. Each value is taken from the side that knows it better; what neither
     resolves is marked.
 
     Example:
@@ -121,15 +121,15 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     subject = Subject.of(model)
     forward = jacobian(subject, x, context)
     values = _svdvals(forward)
-    turn = _rotation(len(values)).to(forward)
+    turn = _directions(forward.shape[1]).to(forward)
     least = (len(values) + 2 * len(subject.parts)) * EPS
-    known = SAFETY * _norm(_columns(subject, x, context, turn) @ turn - forward) + least * float(values[0])
+    known = _apart(_columns(subject, x, context, turn), forward, turn) + least * float(values[0])
     try:
         at, shaken = Linearized(subject, x, context), Linearized(subject, x, context, noise=EPS)
-        known = max(known, SAFETY * _norm(shaken.apply(turn).T @ turn - forward))
+        known = max(known, _apart(shaken.apply(turn).T, forward, turn))
         inverse = at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)).T
         back = _svdvals(inverse)
-        known_back = SAFETY * _norm(shaken.solve(turn).T @ turn - inverse) + (at.residual + least) * float(back[0])
+        known_back = _apart(shaken.solve(turn).T, inverse, turn) + (at.residual + least) * float(back[0])
     except NotMeasured as why:
         errors = known / values
         return SingularValues(values, errors <= RESOLVED, errors, math.nan, str(why))
@@ -295,15 +295,16 @@ def _svdvals(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix, driver="gesvd" if matrix.is_cuda else None)
 
 
-def _rotation(size: int) -> Tensor:
-    """A random orthogonal matrix, the same each time."""
-    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))[0]
+def _directions(size: int) -> Tensor:
+    """Random orthonormal directions (rows), the same each time: up to 64, a rotation of smaller spaces."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.linalg.qr(torch.randn(size, min(size, 64), dtype=torch.float64, generator=generator))[0].T
 
 
-def _norm(difference: Tensor) -> float:
-    """Frobenius norm; infinite where the difference is not finite."""
-    size = float(torch.linalg.matrix_norm(difference))
-    return size if math.isfinite(size) else math.inf
+def _apart(columns: Tensor, matrix: Tensor, directions: Tensor) -> float:
+    """An estimate of the error of a matrix in Frobenius norm, from its products with some directions computed in another way."""
+    size = float(torch.linalg.matrix_norm(columns - matrix @ directions.T)) * math.sqrt(len(matrix.T) / len(directions))
+    return SAFETY * size if math.isfinite(size) else math.inf
 
 
 def _rounding(exact: Map, shaken: Map, v: Tensor, r: Tensor) -> Tensor:
