@@ -288,9 +288,9 @@ class Affine:
         own = gross * lengths(rounding * value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            copies = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
+            repeats = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
             share = 2 * EPS + self.slack
-            own = own + lengths(share * image) + float(lengths(share * self.bias[None])) * copies
+            own = own + lengths(share * image) + float(lengths(share * self.bias[None])) * repeats
         error = torch.where(error > 0, min(self.cap, gross) * error, 0.0)  # also where the norm is beyond float64
         return image, (error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS)
 
