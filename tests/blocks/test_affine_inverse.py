@@ -65,7 +65,7 @@ def test_it_sharpens_deep_chains_in_both_directions_of_asking():
     assert sharp.log_inverse < plain - 0.5
     turned = Invert(chain).bounds(latent=box)
     assert turned.log_forward == pytest.approx(sharp.log_inverse)
-    found = search_gains(chain, box, points=16, steps=20)
+    found = search_gains(chain, box, points=8, steps=10)
     assert found.inverse <= sharp.inverse
 
 

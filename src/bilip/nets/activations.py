@@ -109,7 +109,8 @@ class Facts:
     ) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         image = self.value(value)
-        own = 16 * EPS * lengths(image) + 4 * EPS * lengths(value) + TINY * math.sqrt(math.prod(value.shape[1:]))
+        # The small factors go inside: a length may be beyond float64 where what rounding makes of it is not.
+        own = lengths(16 * EPS * image) + lengths(4 * EPS * value) + TINY * math.sqrt(math.prod(value.shape[1:]))
         if self.excess is not None:
             own = own + lengths(self.excess(value))
         return image, (self.lipschitz * error + own) * (1 + 4 * EPS)

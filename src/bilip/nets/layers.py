@@ -285,11 +285,12 @@ class Affine:
         image = self.act(self.weight, value)
         rounding = (self.terms + 4) * EPS + self.slack
         # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = rounding * gross * lengths(value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
+        own = gross * lengths(rounding * value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            copies = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
-            own = own + (2 * EPS + self.slack) * (lengths(image) + float(lengths(self.bias[None])) * copies)
+            repeats = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
+            share = 2 * EPS + self.slack
+            own = own + lengths(share * image) + float(lengths(share * self.bias[None])) * repeats
         error = torch.where(error > 0, min(self.cap, gross) * error, 0.0)  # also where the norm is beyond float64
         return image, (error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS)
 

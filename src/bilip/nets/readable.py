@@ -140,7 +140,7 @@ def parametrized(module: nn.Module) -> str | None:
     if not parametrize.is_parametrized(module):
         return None
     for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
-        for part in (parts, *parts):
+        for part in (parts, *parts) if isinstance(parts, parametrize.ParametrizationList) else (parts,):
             why = tampered(part)
             own = type(part).__module__.split(".")[0] == "bilip"
             if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:

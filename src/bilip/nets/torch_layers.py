@@ -112,7 +112,7 @@ def _batch_norm(layer: Any) -> Reading:
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
         a, b, m = (spread(vector, v.ndim - 1, v) for vector in (scale, bias, mean))
         size = ((v - m) * a).abs() + (m * a).abs() + b.abs()
-        return (v - m) * a + b, 16 * EPS * lengths(size)
+        return (v - m) * a + b, lengths(16 * EPS * size)
 
     return _Map(layer, lambda shape: constant, box, value, lambda shape: shape)
 
@@ -170,7 +170,8 @@ def _normalised(
         centred = parts - parts.mean(-1, keepdim=True)
         image = finish(ungroup(centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt(), v.shape))
         shift = 0.0 if bias is None else lengths(spread(bias, v.shape).to(v).expand(v.shape))
-        own = 2 * (size + 8) * EPS * (constant * lengths(v) + lengths(image) + shift)
+        share = 2 * (size + 8) * EPS
+        own = constant * lengths(share * v) + lengths(share * image) + share * shift
         return image, torch.where(torch.isfinite(image.flatten(1)).all(1), own, math.inf)
 
     return _Map(layer, lambda shape: constant, box, value, lambda shape: shape)
@@ -244,7 +245,7 @@ def _average_pool(layer: Any, dims: int) -> Reading | None:
         return Box.outward(low, high, (entries + 4) * EPS * size)
 
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
-        return act(v), (entries + 4) * EPS * lengths(act(v.abs()))
+        return act(v), lengths((entries + 4) * EPS * act(v.abs()))
 
     return _Map(layer, lambda shape: constant * (1 + 4 * EPS), box, value, _after(act))
 
