@@ -46,14 +46,21 @@ class Runs:
 def classifier_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     """Every run beside the paper's row, then what the paper says of them, for the runs there are."""
     runs, lines = Runs(found), []
-    order = {model: k for k, model in enumerate(TABLE)}
-    for (run, epochs), seeds in sorted(runs.all.items(), key=lambda item: (-item[0][1], order[item[0][0].model])):
+    models, kinds = list(TABLE), ["none", "guarded", "fd", "nf"]
+
+    def order(item: tuple[tuple[Run, int], Any]) -> tuple:
+        (run, epochs), _ = item
+        return -epochs, models.index(run.model), kinds.index(run.kind), -(run.weight or 0), run.mode, run.every or 0
+
+    for (run, epochs), seeds in sorted(runs.all.items(), key=order):
         row = _row_of(run, paper)
         several = [m.numbers for m in seeds.values()]
         agree = [n["invertible"] == row["invertible"] for n in several if not n["diverged"]] if row else []
+        times = several[0].get("strength", 1.0)
+        factor = f" (here times {times:g})" if run.weight and times != 1 else ""
         lines.append(
             Line(
-                f"{shown(run)}, {epochs} epochs",
+                f"{shown(run)}{factor}, {epochs} epochs",
                 _text(row) if row else "",
                 "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"] for n in several),
                 all(agree) if agree else None,
