@@ -144,7 +144,7 @@ class Cifar10Classifier(Recipe):
         "paper": Config(),
     }
     cost: Mapping[str, str] = {
-        "quick": "minutes on two cores",
+        "quick": "7 minutes of one core, half of that on two",
         "gpu": "20 epochs; about 15 minutes for five runs side by side on one H200, with --jobs 5 under CUDA's MPS",
         "paper": "200 epochs; hours on one GPU; not timed yet",
     }
