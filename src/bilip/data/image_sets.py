@@ -392,8 +392,10 @@ def _write(folder: Path, split: str, images: Images) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{split}.{os.getpid()}.npz"
-        labels = {} if images.y is None else {"y": images.y.numpy()}
-        np.savez(aside, x=images.x.numpy(), **labels)
+        if images.y is None:
+            np.savez(aside, x=images.x.numpy())
+        else:
+            np.savez(aside, x=images.x.numpy(), y=images.y.numpy())
         os.replace(aside, folder / f"{split}.npz")
     except OSError as error:
         raise InputError(f"cannot write {folder} ({error.strerror}). Choose another --to.") from error

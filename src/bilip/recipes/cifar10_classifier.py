@@ -144,7 +144,7 @@ class Cifar10Classifier(Recipe):
         "paper": Config(),
     }
     cost: Mapping[str, str] = {
-        "quick": "minutes on two cores",
+        "quick": "7 minutes of one core, half of that on two",
         "gpu": "20 epochs; about 15 minutes for five runs side by side on one H200, with --jobs 5 under CUDA's MPS",
         "paper": "200 epochs; hours on one GPU; not timed yet",
     }
@@ -211,6 +211,7 @@ class Cifar10Classifier(Recipe):
             "steps": steps,
             **facts,
             "weight": run.weight,
+            "strength": config.strength,
             "gradients": "memory-saving" if run.reversible else "stored",
             "diverged": diverged,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -349,14 +350,13 @@ class Looks:
     def during(self, model: Any, done: int) -> dict[str, float]:
         """A row of the log; NaN for what is not measured at this step."""
         found, _ = round_trips(model, self.test.plain, self.test.count, min(self.config.inverted, self.test.count))
-        ends = dict.fromkeys(("condition", "sigma_min", "sigma_max"), math.nan)
+        found |= dict.fromkeys(("condition", "sigma_min", "sigma_max"), math.nan)
         if done in self.spectra_at:
-            several = singular_ends(trunk_of(model), self.images(self.config.spectra))
-            ends = worst(several)
-        turned = dict.fromkeys(("angle", "angle_finite", "angle_worst", "angle_lost", "angle_guarded"), math.nan)
+            found |= worst(singular_ends(trunk_of(model), self.images(self.config.spectra)))
+        found |= dict.fromkeys(("angle", "angle_finite", "angle_worst", "angle_lost", "angle_guarded"), math.nan)
         if done in self.angles_at:
-            turned = self.turned(model)
-        return {**found, **ends, **turned}
+            found |= self.turned(model)
+        return found
 
     def turned(self, model: Any) -> dict[str, float]:
         """Angles over the fixed batches: their mean (NaN if one is), the mean and the largest of the finite ones, the share of the others;

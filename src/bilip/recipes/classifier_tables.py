@@ -36,24 +36,38 @@ class Runs:
         """Numbers by seed of a run at the end of so many epochs; empty if there is none."""
         run = Run.of(f"{model}-{kind}").plain
         run = run if weight is None else run.weighing(weight)
-        return {seed: m.numbers for seed, m in self.all.get((run, epochs), {}).items() if not m.numbers["diverged"]}
+        several = self.all.get((run, epochs), {})
+        return {seed: {**m.numbers, **_turned(m)} for seed, m in several.items() if not m.numbers["diverged"]}
 
     def lengths(self, model: str) -> list[int]:
         """Numbers of epochs for which there are runs of a model, the longest first."""
         return sorted({epochs for run, epochs in self.all if run.model == model}, reverse=True)
 
 
+def _turned(measured: Measured) -> dict[str, float]:
+    """The largest angle that was seen between guarded and stored gradients: on the fixed batches, and by the guard's own checks."""
+    values = [*measured.arrays.get("log_angle_guarded", []), measured.numbers.get("guard", {}).get("worst_angle", 0.0)]
+    return {"turned": max((float(value) for value in values if not math.isnan(value)), default=math.nan)}
+
+
 def classifier_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     """Every run beside the paper's row, then what the paper says of them, for the runs there are."""
     runs, lines = Runs(found), []
-    order = {model: k for k, model in enumerate(TABLE)}
-    for (run, epochs), seeds in sorted(runs.all.items(), key=lambda item: (-item[0][1], order[item[0][0].model])):
+    models, kinds = list(TABLE), ["none", "guarded", "fd", "nf"]
+
+    def order(item: tuple[tuple[Run, int], Any]) -> tuple:
+        (run, epochs), _ = item
+        return -epochs, models.index(run.model), kinds.index(run.kind), -(run.weight or 0), run.mode, run.every or 0
+
+    for (run, epochs), seeds in sorted(runs.all.items(), key=order):
         row = _row_of(run, paper)
         several = [m.numbers for m in seeds.values()]
         agree = [n["invertible"] == row["invertible"] for n in several if not n["diverged"]] if row else []
+        times = several[0].get("strength", 1.0)
+        factor = f" (here times {times:g})" if run.weight and times != 1 else ""
         lines.append(
             Line(
-                f"{shown(run)}, {epochs} epochs",
+                f"{shown(run)}{factor}, {epochs} epochs",
                 _text(row) if row else "",
                 "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"] for n in several),
                 all(agree) if agree else None,
@@ -138,9 +152,7 @@ def _claims(runs: Runs, model: str, epochs: int) -> list[Line]:
         "none, trained with guarded memory-saving gradients: accuracy against stored (points); angle at most (rad); steps repaired",
         "",
         {s: {**n, "gain": 100 * (n["test_accuracy"] - none[s]["test_accuracy"])} for s, n in guarded.items()},
-        lambda n: (
-            f"{n['gain']:+.2f}; {n['guard']['worst_angle']:.1e}; {n['guard']['repaired']} of {n['guard']['steps']}"
-        ),
+        lambda n: f"{n['gain']:+.2f}; {n['turned']:.1e}; {n['guard']['repaired']} of {n['guard']['steps']}",
         None,
     )
     return lines
@@ -221,12 +233,13 @@ def classifier_figures(found: Found) -> Mapping[str, Figure]:
     }
     for name, (model, wants, panels) in wanted.items():
         chosen = _together(runs, model, wants)
+        lost = [m.arrays["log_share_non_finite"].max() for seeds in chosen.values() for m in seeds.values()]
+        panels = [panel for panel in panels if panel != "share_non_finite" or max(lost, default=0) > 0]
         if len(chosen) > 1 or (chosen and name == "affine"):
             drawn[name] = figures.curves(
                 {
                     PANELS[panel]: {
-                        shown(run).partition(", ")[2]: [curve(m, panel) for m in seeds.values()]
-                        for run, seeds in chosen.items()
+                        _legend(run, seeds): [curve(m, panel) for m in seeds.values()] for run, seeds in chosen.items()
                     }
                     for panel in panels
                 },
@@ -234,6 +247,12 @@ def classifier_figures(found: Found) -> Mapping[str, Figure]:
                 linear=[PANELS[panel] for panel in panels if panel in ("test_accuracy", "share_non_finite")],
             )
     return drawn
+
+
+def _legend(run: Run, seeds: Mapping[int, Measured]) -> str:
+    """The regularizer with the coefficient that was used."""
+    times = next(iter(seeds.values())).numbers.get("strength", 1.0)
+    return shown(run.weighing(run.weight * times) if run.weight else run).partition(", ")[2]
 
 
 def _usual(run: Run) -> bool:
