@@ -125,10 +125,8 @@ def _check_reversible(model: Bijection, x: Tensor, context: Tensor | None) -> No
         for way, start in (("forward", point), ("inverse", latent)):
             stored = _gradients(bijection, start, context, way)
             saving = Reversible(bijection)
-            for step in (1, 2, 3):
+            for step in (1, 2, 3) if model.closed_form else (1, 2):  # the first call looks for tensors from outside
                 found = _gradients(saving, start, context, way)
-                if step == 2:
-                    continue
                 scale = max((float(g.abs().max()) for g in stored if g.numel()), default=0.0)
                 for a, b in zip(stored, found, strict=True):
                     error = float((a - b).abs().max()) if a.numel() else 0.0
