@@ -13,9 +13,9 @@ gradient is finite and not zero.
 The yardstick of a model is max(1e-3 rad, 3 times the angle between its stored gradient in float32 and the one in float64). A step whose
 guarded gradient is further than that from the stored one is wrong; wrong with neither repair nor warning is silent. With ReLU, rounding may
 choose the other side of a kink: a step counts as a kink, not as wrong, if it is within the yardstick when the signs of the forward pass
-are used. A step counts as rounding if the same gradient without any walk (`memory="checkpoint"`: every state evaluated again from the input)
-is as far from the stored one: ActNorm and 1x1 convolution are one matrix there, and a chaotic model shows it. A healthy model is one whose bare
-walk is within the yardstick: a repair there was not needed.
+are used. A step counts as rounding if the same gradient without any walk (`memory="checkpoint"`: every state evaluated again from the
+input) is as far from the stored one: ActNorm and 1x1 convolution are one matrix there, and a chaotic model shows it. A healthy model is one
+whose bare walk is within the yardstick: a repair there was not needed.
 
 The exit code is 1 if a step is wrong, or if more repairs were needless than promised: 25 % of healthy first steps, 15 % of all steps of
 healthy models.
@@ -219,7 +219,7 @@ def draw(seed: int, index: int, attempt: int) -> tuple[Task, dict[str, Any]]:
     family = rng.choices(list(FAMILIES), WEIGHTS)[0]
     way, target = rng.choice(WAYS), rng.choice(list(TARGETS))
     if family == "uneven" and way == "finite differences":
-        way = "forward"  # beside features of 1e4 the steps of a penalty are lost in rounding: its float32 gradient has no meaning
+        way = "forward"  # beside features of 1e4 the steps of a penalty are lost in rounding
     model, x, act = FAMILIES[family](rng)
     if family == "images" and way == "inverse":
         x = torch.randn(len(x), *model.out_shape(x.shape[1:]))
@@ -365,7 +365,8 @@ def main() -> int:
         args.out.write_text(json.dumps(finite(report), indent=1) + "\n")
     print(
         f"{found['models']} models, {found['steps']} steps: wrong {found['wrong_steps']}, of these silently "
-        f"{found['silently_wrong_steps']}; kinks {found['kink_steps']}, rounding {found['rounding_steps']}; the bare walk is wrong in {found['bare_wrong']} models; "
+        f"{found['silently_wrong_steps']}; kinks {found['kink_steps']}, rounding {found['rounding_steps']}; "
+        f"the bare walk is wrong in {found['bare_wrong']} models; "
         f"repaired {found['repaired_steps']} steps, needlessly {found['needless_first']:.1%} of healthy first steps and "
         f"{found['needless']:.1%} of all; the worst step is {found['worst_over_yardstick_without_repair']:.2f} of its yardstick without "
         f"repair, {found['worst_over_yardstick_after_repair']:.2f} after one."

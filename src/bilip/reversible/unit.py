@@ -104,7 +104,9 @@ class Unit(ABC):
     ) -> tuple[Ran, Sequence[Tensor]]:
         """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
         point, given = x.detach(), leaf(context)
-        aside = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # not for hooks that wait for the call's own
+        aside = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t
+        )  # not for hooks that wait for the call's own
         with torch.enable_grad(), aside:
             y, log, _ = Unit.run(self, point, given, log_det=log_det)
         found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
