@@ -64,7 +64,7 @@ def shrink_scales(model: Bijection, rng: random.Random, count: int) -> None:
     """Move the raw scales of some affine couplings far away: gains to 1e-12."""
     affine = [block for block in model.modules() if isinstance(block, blocks.AffineCoupling)]
     for block in rng.sample(affine, min(count, len(affine))):
-        bias = [layer for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1].bias
+        bias: Any = [layer.bias for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1]
         grows = isinstance(block.scale, blocks.ExpScale)
         with torch.no_grad():
             bias[len(bias) // 2 :] -= rng.uniform(2, 18) * (rng.choice((-0.5, 0.7)) if grows else 1)
