@@ -198,6 +198,11 @@ CATALOGUE = [
     Entry("glow held", lambda: small_glow(coupling="additive", mixing="shuffle", lipschitz=0.5), (1, 4, 4)),
     Entry("glow multi-scale", lambda: small_glow(factor_out=True, mixing="reverse"), (1, 4, 4)),
     Entry(
+        "glow three levels",
+        lambda: wake(models.glow((1, 8, 8), levels=3, blocks=1, hidden=2, activation="elu", factor_out=True), 0.1),
+        (1, 8, 8),
+    ),
+    Entry(
         "glow plu",
         lambda: small_glow(matrix="plu", coupling="additive", factor_out=True, learned_prior=False),
         (1, 4, 4),

@@ -45,8 +45,9 @@ def scales(flat: Tensor) -> Tensor:
     rows, size = flat.shape
     found = torch.empty(size, dtype=wide(flat.dtype), device=flat.device)
     apart, places = max(1, rows // ROWS), max(1, size // PLACES)
+    kernel: Any = _scales
     with torch.cuda.device_of(flat):
-        _scales[(triton.cdiv(size, 64),)](
+        kernel[(triton.cdiv(size, 64),)](
             flat,
             found,
             min(ROWS, -(-rows // apart)),
@@ -160,13 +161,11 @@ def _scales(
     after = tl.load(x + (row + 1) * apart * size + at, mask=both, other=0.0).to(out.dtype.element_ty)
     some = tl.arange(0, PLACES)[None, :]
     other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
-    total, count = _logs(other.to(out.dtype.element_ty))
-    total, count = tl.sum(total, axis=0), tl.sum(count, axis=0)
-    others = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 1.0)
-    total, count = _logs(value)
-    mean = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
-    total, count = _logs(tl.where(both, after - value, 0.0))
-    spread = tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), 0.0)
+    other = other.to(out.dtype.element_ty)
+    others = _mean(tl.sum(_logs(other), axis=0), tl.sum(_count(other), axis=0), 1.0)
+    mean = _mean(_logs(value), _count(value), 0.0)
+    apart_by = tl.where(both, after - value, 0.0)
+    spread = _mean(_logs(apart_by), _count(apart_by), 0.0)
     scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
     scale = tl.where(scale > 0, scale, others)
     scale = tl.minimum(tl.maximum(scale, _TINY), _HUGE)
@@ -176,10 +175,21 @@ def _scales(
 
 @triton.jit
 def _logs(value):
-    """Over the rows: the sum of the logarithms of what is not zero, and how many they are."""
+    """Over the rows: the sum of the logarithms of what is not zero."""
     some = tl.abs(value) > 0
-    logs = tl.where(some, tl.log(tl.where(some, tl.abs(value), 1.0)), 0.0)
-    return tl.sum(logs, axis=0), tl.sum(some.to(tl.int32), axis=0)
+    return tl.sum(tl.where(some, tl.log(tl.where(some, tl.abs(value), 1.0)), 0.0), axis=0)
+
+
+@triton.jit
+def _count(value):
+    """Over the rows: how many are not zero."""
+    return tl.sum((tl.abs(value) > 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _mean(total, count, otherwise):
+    """The geometric mean."""
+    return tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), otherwise)
 
 
 @triton.jit

@@ -29,13 +29,13 @@ class DriftWarning(UserWarning):
 class Guard:
     r"""How a walk is watched, and what happens when it drifts.
 
-    The forward pass takes two random-sign projections of every activation, for each sample, mutually orthogonal, redrawn in every step
-    and summed in float64. For a drift $e$ the expected square of each is $|e|^2$, wherever in the activation it sits. The
-    backward walk compares, block by block; the recovered input is compared with the input itself.
+    The forward pass takes two random projections of every activation, for each sample, each coordinate in its own scale over the batch
+    (`bilip.reversible.fingerprint`), with weights that differ for every step, block, sample and place. The backward walk compares, block by
+    block; what enters the first block is kept and used as it is.
 
     Args:
-        tolerance: Largest drift relative to the activation; by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for
-            float32): in the 1,000 random unstable models of `make soak`, gradients within it were at most 1.3e-3 rad off.
+        tolerance: Largest drift of a sample, the root mean square over its coordinates, each in units of its typical spread over the batch;
+            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`.
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
             the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say.
         budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
@@ -84,7 +84,7 @@ class GuardReport:
         steps: Backward passes watched.
         repaired: How many of them were recomputed.
         warned: How many ended with a warning.
-        drift: By block: relative drift of its recovered input, in the last watched step.
+        drift: By block: drift of its recovered input in the scales of its coordinates, in the last watched step.
         worst: By block: the largest so far.
         anchors: By block: bytes stored before it in each step.
         tolerance: The limit in force.

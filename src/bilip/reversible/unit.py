@@ -104,8 +104,10 @@ class Unit(ABC):
     ) -> tuple[Ran, Sequence[Tensor]]:
         """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
         point, given = x.detach(), leaf(context)
-        forget = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)  # nobody will differentiate this
-        with torch.enable_grad(), forget:
+        aside = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t
+        )  # not for hooks that wait for the call's own
+        with torch.enable_grad(), aside:
             y, log, _ = Unit.run(self, point, given, log_det=log_det)
         found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
         return Ran(y.detach(), None if log is None else log.detach()), found

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from bilip import _linalg
-from bilip.blocks import Bijection
+from bilip.blocks import Bijection, Chain, FactorOut, Invert
 from bilip.bounds import Box
 from bilip.errors import ContractViolation, InputError, NoGlobalBound
+from bilip.reversible import Reversible
 from bilip.testing.gains import jacobian, search_gains
 
 __all__ = ["check_contract"]
@@ -49,6 +50,7 @@ def check_contract(
     _check_maps(model, x, context)
     _check_log_det(model, x, context)
     _check_gradients(model, x[:1], None if context is None else context[:1])
+    _check_reversible(model, x, context)
     _check_state(model, x, context)
     if not repr(model).startswith(type(model).__name__):
         raise ContractViolation(f"repr: {repr(model)!r} does not begin with the name of the class.")
@@ -105,6 +107,48 @@ def _check_gradients(model: Bijection, x: Tensor, context: Tensor | None) -> Non
             both, inputs, eps=1e-6, atol=1e-5, rtol=1e-4, raise_exception=False, fast_mode=True, nondet_tol=1e-9
         ):
             raise ContractViolation(f"gradients of {name}_and_log_det differ from finite differences.")
+
+
+def _check_reversible(model: Bijection, x: Tensor, context: Tensor | None) -> None:
+    """Memory-saving gradients are the stored ones: of the block, inverted, and nested and factored out three levels deep; in both
+    directions; in the first step and, with what the guard has learned from it, in the third.
+    """
+    z = model(x, context).detach()
+    inner, shape = Chain(Chain(model), Chain()), tuple(x.shape[1:])
+    for level in (1, 2, 3):
+        inner = FactorOut(inner, (shape[0] + level, *shape[1:]), keep=shape[0] + level - 1)
+    wider = torch.cat((x, torch.linspace(-1, 1, 3 * x[:, :1].numel()).to(x).view(len(x), 3, *shape[1:])), 1)
+    cases = [("of three factor-outs", inner, wider)]
+    if model.closed_form:  # others cost an iteration for each evaluation
+        cases += [("", model, x), ("of the inverted block", Invert(model), z)]
+    for what, bijection, point in cases:
+        latent = bijection(point, context).detach()
+        for way, start in (("forward", point), ("inverse", latent)):
+            stored = _gradients(bijection, start, context, way)
+            saving = Reversible(bijection)
+            for step in (1, 2, 3) if model.closed_form else (1, 2):  # the first call looks for tensors from outside
+                found = _gradients(saving, start, context, way)
+                scale = max((float(g.abs().max()) for g in stored if g.numel()), default=0.0)
+                for a, b in zip(stored, found, strict=True):
+                    error = float((a - b).abs().max()) if a.numel() else 0.0
+                    if not error <= (1e-8 if model.closed_form else 1e-6) * (1 + scale):
+                        raise ContractViolation(
+                            f"Reversible {what}: the memory-saving gradient differs from the stored one by {error:.3g} "
+                            f"(gradients up to {scale:.3g}; {way}, step {step})."
+                        )
+
+
+def _gradients(f: Bijection, point: Tensor, context: Tensor | None, way: str) -> list[Tensor]:
+    """Of a loss that looks at every entry of value and log-determinant, with respect to input, context and parameters."""
+    point = point.detach().clone().requires_grad_()
+    given = None if context is None else context.detach().clone().requires_grad_(context.is_floating_point())
+    value, log_det = (f.forward_and_log_det if way == "forward" else f.inverse_and_log_det)(point, given)
+    weights = torch.linspace(-1, 1, value.numel()).to(value).view_as(value)
+    loss = (weights * value.sin()).sum() + (log_det * torch.arange(1, len(log_det) + 1).to(log_det)).sum()
+    leaves = [point, *f.parameters()] if given is None else [point, given, *f.parameters()]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
 
 def _check_state(model: Bijection, x: Tensor, context: Tensor | None) -> None:
