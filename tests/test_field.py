@@ -7,6 +7,8 @@ import bilip
 import stacks
 from bilip.probes import Reconstruction, Subject
 
+pytestmark = pytest.mark.numeric
+
 PROBES = ["consistency", "reconstruction", "log_det", "blame"]
 
 
