@@ -38,6 +38,7 @@ def test_round_trip_in_single_precision(entry, device, dtype):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), total=st.integers(2, 7), scale=st.sampled_from(["sigmoid", "half_sigmoid", "exp", "tanh_exp"]))
+@pytest.mark.slow
 def test_any_index_partition(data, total, scale):
     order = data.draw(st.permutations(range(total)))
     cut = data.draw(st.integers(1, total - 1))
