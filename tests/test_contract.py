@@ -113,6 +113,7 @@ class Shifted(Bijection):
 )
 def test_the_contract_can_fail(flaw, says):
     x = torch.randn(3, 2, dtype=torch.float64)
+    x = torch.cat((x, -x))  # on both sides of 0, so that half of an upper end lies inside
     check_contract(Shifted("none"), x)
     with pytest.raises(ContractViolation, match=says):
         check_contract(Shifted(flaw), x)
