@@ -29,6 +29,13 @@ def pytest_configure(config):
         torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items):
+    """The examples of the guides print numbers."""
+    for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker(pytest.mark.numeric)
+
+
 @pytest.fixture
 def device(request):
     return torch.device(request.config.getoption("--device"))

@@ -117,6 +117,7 @@ for change in sys.argv[1:]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_switches_of_torch_are_off_inside_and_put_back():
     old = [
         "pass",
@@ -215,6 +216,7 @@ print(record.find("trust")[0]["count"], peak)
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
 @pytest.mark.process
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
     """12 times the samples: the file grows by 56 MB, and the process by less than a third of that."""
     peaks = []

@@ -549,6 +549,7 @@ def test_boxes_formulas_and_json(bilip_, folder):
     assert bilip_("bounds", "cli_targets:affine", "--latent", "-1", "1")[0] == 0
 
 
+@pytest.mark.slow
 def test_demo(folder, bilip_, monkeypatch):
     """All of it but the size: the three flows that come with the package, their table and their page."""
     few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "log_det", "sampling"])

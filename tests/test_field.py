@@ -7,6 +7,8 @@ import bilip
 import stacks
 from bilip.probes import Reconstruction, Subject
 
+pytestmark = pytest.mark.numeric
+
 PROBES = ["consistency", "reconstruction", "log_det", "blame"]
 
 
@@ -65,6 +67,7 @@ def test_zuko_real_nvp_is_safe_on_its_data_and_unsafe_outside(seed):
     assert found["ood-likelihood"] == "unsafe"
 
 
+@pytest.mark.slow
 def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples():
     pytest.importorskip("nflows")
     subject = Subject.of(model := stacks.nflows_spline(8).eval())

@@ -9,6 +9,8 @@ import torch
 
 from bilip import _linalg
 
+pytestmark = pytest.mark.numeric
+
 NAMES = ["inv", "inv_ex", "lu", "slogdet", "det", "solve", "solve_ex"]
 TWO_THREADS = """
 import math
@@ -55,6 +57,7 @@ print("right")
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_stacks_are_right_after_set_num_threads():
     """The faulty calls return wrong numbers, raise, or never return."""
     patient = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that wait do not spin, where others need the cores

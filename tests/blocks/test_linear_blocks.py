@@ -9,6 +9,8 @@ from bilip import blocks
 from bilip.blocks import ActNorm, Chain, DiagonalScaling, InvertibleConv1x1, Permutation
 from bilip.errors import InputError, NoGlobalBound, NonFiniteParameters, NotInitialized, PartitionError
 
+pytestmark = pytest.mark.numeric
+
 
 def test_actnorm_starts_from_the_first_training_batch():
     block = ActNorm(3)

@@ -17,6 +17,8 @@ from bilip.probes.distance import distances
 from bilip.probes.region import PAPER_STEP, Region
 from bilip.probes.route import Route
 
+pytestmark = pytest.mark.numeric
+
 EVERY_METHOD = tuple(METHODS)
 LIMIT = math.sqrt(torch.finfo(torch.float32).eps)
 

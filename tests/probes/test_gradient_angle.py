@@ -13,6 +13,8 @@ from bilip.probes import gradient_angle
 from bilip.probes.gradient_angle import GradientAngle
 from bilip.reversible import Reversible
 
+pytestmark = pytest.mark.numeric
+
 
 def planted(smallest):
     """Affine blocks, one of which scales by almost nothing: its inverse magnifies rounding by 1/smallest."""

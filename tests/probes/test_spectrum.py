@@ -13,6 +13,8 @@ from bilip.probes import Spectrum, Subject, extremes, jacobian, singular_values
 from bilip.probes.lanczos import largest_singular_value
 from bilip.probes.linear import Linearized
 
+pytestmark = pytest.mark.numeric
+
 
 def woken(model, scale=0.2):
     with torch.no_grad():

@@ -318,6 +318,7 @@ def test_no_gpu_here(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
     reproduce("regression_2d", out=tmp_path / "whole", changes=[*TINY, "steps=120"], jobs=1)
     more = ("--set", "steps=120", "--jobs", "2")
@@ -342,6 +343,7 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
 @pytest.mark.process
+@pytest.mark.slow
 def test_children_leave_with_their_parent(tmp_path):
     process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
     began = time.monotonic()
@@ -371,6 +373,7 @@ def _parent(pid):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_share_the_batches_of_a_recipe(tmp_path):
     reproduce("regression_2d", out=tmp_path / "one", changes=TINY)
     finish(cli(*tiny(tmp_path / "two", "--devices", "2")))

@@ -371,6 +371,7 @@ torch.save(state, f"{folder}/{devices}_{rank}.pt")
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

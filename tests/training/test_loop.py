@@ -54,6 +54,7 @@ def contents(folder):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
     finish(program(tmp_path / "whole"))
     rng, kills = random.Random(), 0
@@ -197,6 +198,7 @@ def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path):
     train(make_task("flow"), make_settings(steps=40), tmp_path / "one", progress=silent)
     finish(program(tmp_path / "two", 40, 2, "flow"))
