@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from bilip.blocks import Residual
+from bilip.bounds import norms
 from bilip.nets import MLP, HeldLinear, activations, point_image
-from bilip.nets.activations import ScaledSwish, lengths
+from bilip.nets.activations import ScaledSwish
 
 F64 = torch.float64
 
@@ -99,15 +100,15 @@ def test_an_error_of_the_input_is_carried_on(name):
     assert bool((far <= known.point(x, torch.full((97,), 0.01 + 1e-15, dtype=F64))[1]).all())
 
 
-def test_lengths_are_rounded_up_at_any_size():
+def test_norms_are_rounded_up_at_any_size():
     for size in (1e-320, 1e-200, 1e-30, 1.0, 1e150, 1e307):
         x = size * torch.tensor([[0.6, -0.8], [0.0, 0.0], [0.0, 1.0]], dtype=F64)
         with mpmath.workdps(50):
-            for row, found in zip(x.tolist(), lengths(x).tolist(), strict=True):
+            for row, found in zip(x.tolist(), norms(x).tolist(), strict=True):
                 true = mpmath.sqrt(sum(mpmath.mpf(v) ** 2 for v in row))
                 assert true * (1 - mpmath.mpf(2) ** -60) <= found <= true * (1 + 1e-14) + 1e-322
-    assert lengths(torch.tensor([[math.inf, 1.0], [math.nan, 1.0]], dtype=F64)).tolist() == [math.inf, math.inf]
-    assert lengths(torch.zeros(2, 0, dtype=F64)).tolist() == [0.0, 0.0]
+    assert norms(torch.tensor([[math.inf, 1.0], [math.nan, 1.0]], dtype=F64)).tolist() == [math.inf, math.inf]
+    assert norms(torch.zeros(2, 0, dtype=F64)).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("weight", [1e-170, 1e-30, 1.0, 1e30, 1e170])

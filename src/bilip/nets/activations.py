@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of
+from bilip.bounds import EPS, Box, as_float64, log_of, norms
 from bilip.errors import InputError
 
 __all__ = ["Facts", "ScaledSwish", "facts", "make"]
@@ -110,31 +110,14 @@ class Facts:
         """The image of a batch of values known up to an error in length, and its own error."""
         image = self.value(value)
         # The small factors go inside: a length may be beyond float64 where what rounding makes of it is not.
-        own = lengths(16 * EPS * image) + lengths(4 * EPS * value) + TINY * math.sqrt(math.prod(value.shape[1:]))
+        own = norms(16 * EPS * image) + norms(4 * EPS * value) + TINY * math.sqrt(math.prod(value.shape[1:]))
         if self.excess is not None:
-            own = own + lengths(self.excess(value))
+            own = own + norms(self.excess(value))
         return image, (self.lipschitz * error + own) * (1 + 4 * EPS)
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         """The shape stays."""
         return shape
-
-
-def lengths(x: Tensor) -> Tensor:
-    """The Euclidean length of each sample of a batch in float64, rounded up, at any magnitude; infinite where an entry is not finite.
-
-    Example:
-        >>> lengths(torch.tensor([[3e-200, 4e-200], [3e200, 4e200]], dtype=torch.float64)).tolist()
-        [5.000...e-200, 5.000...e+200]
-    """
-    flat = x.flatten(1).abs().double()
-    if not flat.shape[1]:
-        return flat.new_zeros(len(flat))
-    top = flat.amax(1)
-    scale = top.clamp_min(TINY)
-    scaled = (flat / scale[:, None]).square().sum(1).sqrt() * (1 + flat.shape[1] * EPS)
-    found = torch.nextafter(scale * scaled * (1 + 4 * EPS), torch.full_like(top, INF))
-    return torch.where(top == 0, 0.0, torch.where(torch.isfinite(found), found, INF))
 
 
 def _monotone(lipschitz: float, function: Callable[[Tensor], Tensor], **options: Any) -> Facts:

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bilip.bounds import EPS, Box, as_float64, log_of, log_product
+from bilip.bounds import EPS, Box, as_float64, log_of, log_product, norms
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
-from bilip.nets.activations import TINY, Shape, lengths
+from bilip.nets.activations import TINY, Shape
 from bilip.nets.norms import conv_norm, matrix_norm
 from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
@@ -281,16 +281,16 @@ class Affine:
     def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        gross = float(lengths(total[None])) * (1 + total.numel() * EPS) * self._copied()
+        gross = float(norms(total[None])) * (1 + total.numel() * EPS) * self._copied()
         image = self.act(self.weight, value)
         rounding = (self.terms + 4) * EPS + self.slack
         # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = gross * lengths(rounding * value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
+        own = gross * norms(rounding * value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
             repeats = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
             share = 2 * EPS + self.slack
-            own = own + lengths(share * image) + float(lengths(share * self.bias[None])) * repeats
+            own = own + norms(share * image) + float(norms(share * self.bias[None])) * repeats
         error = torch.where(error > 0, min(self.cap, gross) * error, 0.0)  # also where the norm is beyond float64
         return image, (error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS)
 
@@ -482,14 +482,14 @@ class _Stated:
     def _own_error(self, x: Tensor, image: Tensor, constant: float, dtype: torch.dtype) -> Tensor:
         stated = self.layer.error if isinstance(self.layer, Declared) else None
         if callable(stated):
-            return torch.as_tensor(stated(x)).to(lengths(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
+            return torch.as_tensor(stated(x)).to(norms(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
         if stated is not None:
-            return lengths(x).new_full((len(x),), _vouched("Declared.error", stated))
+            return norms(x).new_full((len(x),), _vouched("Declared.error", stated))
         eps = torch.finfo(dtype).eps
         if _computed_in_float32(image):
             eps = max(eps, torch.finfo(torch.float32).eps)
         row = max((p[0].numel() for p in self.net.parameters() if p.ndim > 1 and len(p)), default=1)
-        return (16 + row) * eps * (1 + lengths(image) + constant * lengths(x))
+        return (16 + row) * eps * (1 + norms(image) + constant * norms(x))
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return None

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of
+from bilip.bounds import EPS, Box, as_float64, log_of, norms
 from bilip.errors import NonFiniteParameters
-from bilip.nets.activations import TINY, Shape, lengths
+from bilip.nets.activations import TINY, Shape
 from bilip.nets.layers import Affine, Linear, Reading, Rearranged, copies, reader, unknown
 from bilip.nets.norms import conv_norm
 from bilip.nets.readable import as_born
@@ -112,7 +112,7 @@ def _batch_norm(layer: Any) -> Reading:
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
         a, b, m = (spread(vector, v.ndim - 1, v) for vector in (scale, bias, mean))
         size = ((v - m) * a).abs() + (m * a).abs() + b.abs()
-        return (v - m) * a + b, lengths(16 * EPS * size)
+        return (v - m) * a + b, norms(16 * EPS * size)
 
     return _Map(layer, lambda shape: constant, box, value, lambda shape: shape)
 
@@ -169,9 +169,9 @@ def _normalised(
         size = parts.shape[-1]
         centred = parts - parts.mean(-1, keepdim=True)
         image = finish(ungroup(centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt(), v.shape))
-        shift = 0.0 if bias is None else lengths(spread(bias, v.shape).to(v).expand(v.shape))
+        shift = 0.0 if bias is None else norms(spread(bias, v.shape).to(v).expand(v.shape))
         share = 2 * (size + 8) * EPS
-        own = constant * lengths(share * v) + lengths(share * image) + share * shift
+        own = constant * norms(share * v) + norms(share * image) + share * shift
         return image, torch.where(torch.isfinite(image.flatten(1)).all(1), own, math.inf)
 
     return _Map(layer, lambda shape: constant, box, value, lambda shape: shape)
@@ -245,7 +245,7 @@ def _average_pool(layer: Any, dims: int) -> Reading | None:
         return Box.outward(low, high, (entries + 4) * EPS * size)
 
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
-        return act(v), lengths((entries + 4) * EPS * act(v.abs()))
+        return act(v), norms((entries + 4) * EPS * act(v.abs()))
 
     return _Map(layer, lambda shape: constant * (1 + 4 * EPS), box, value, _after(act))
 
