@@ -53,7 +53,8 @@ def _turned(measured: Measured) -> dict[str, float]:
 def classifier_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     """Every run beside the paper's row, then what the paper says of them, for the runs there are."""
     runs, lines = Runs(found), []
-    models, kinds = list(TABLE), ["none", "guarded", "fd", "nf"]
+    models: list[str] = list(TABLE)
+    kinds = ["none", "guarded", "fd", "nf"]
 
     def order(item: tuple[tuple[Run, int], Any]) -> tuple:
         (run, epochs), _ = item
