@@ -194,7 +194,7 @@ def test_walks_of_a_penalty_are_watched(captured, device, tmp_path):
     def make():
         trunk = make_trunk()
         base = make_task(trunk, at={12: lambda x: squashed(trunk, x)})
-        penalty, walk = ActivationNorm(0.1, at="blocks"), Reversible(trunk)
+        penalty, walk = ActivationNorm(0.1), Reversible(trunk)
 
         def loss(model, step, x):
             return {"loss": base.loss(model, step, x)["loss"] + penalty(walk, x, step=step)}
@@ -204,7 +204,7 @@ def test_walks_of_a_penalty_are_watched(captured, device, tmp_path):
     eager, replayed, apart = both(make, device, tmp_path, lr=1e-4)
     assert apart < 1e-5
     counts = [[walk.report().repaired for walk in task.penalties[0].walks()] for task in (eager, replayed)]
-    assert counts[0] == counts[1] == [0, 0, 1, 0]
+    assert counts[0] == counts[1] == [1]
     assert captured[0].reruns == 1
 
 
