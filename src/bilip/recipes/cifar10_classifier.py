@@ -145,7 +145,7 @@ class Cifar10Classifier(Recipe):
     }
     cost: Mapping[str, str] = {
         "quick": "7 minutes of one core, half of that on two",
-        "gpu": "20 epochs; about 15 minutes for five runs side by side on one H200, with --jobs 5 under CUDA's MPS",
+        "gpu": "20 epochs; on one H200 in pieces of ten minutes that go on, with --jobs 5 under CUDA's MPS; not timed as a whole yet",
         "paper": "200 epochs; hours on one GPU; not timed yet",
     }
     matched = (
