@@ -14,7 +14,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
 
 soak: $(READY)
-	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/probes/test_guarded.py tests/test_theorem.py
+	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/auditing/probes/test_guarded.py tests/test_theorem.py
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
 	$(BIN)/python benchmarks/guard_soak.py --out results/guard/soak.json
 

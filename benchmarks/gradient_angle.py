@@ -23,7 +23,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from bilip import models
-from bilip.probes.gradient_angle import GradientAngle
+from bilip.auditing.probes.gradient_angle import GradientAngle
 from bilip.record import environment, write_aside
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 

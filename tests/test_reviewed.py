@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import bilip
-from bilip.probes import jacobian, singular_values
+from bilip.auditing.probes import jacobian, singular_values
 
 
 def model(forward, inverse):

@@ -1,0 +1,65 @@
+"""Where in the plane a two-dimensional model stops being invertible."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bilip.auditing.probes.probe import Probe
+from bilip.auditing.round_trip import distances
+from bilip.auditing.subject import Subject
+from bilip.data import Source
+from bilip.errors import NotMeasured
+from bilip.record import Measurement
+
+__all__ = ["ErrorMap"]
+
+
+class ErrorMap(Probe):
+    """Relative reconstruction errors on a grid around the data, for two-dimensional models.
+
+    Args:
+        points: Grid points a side.
+        widen: The grid spans this many times the range of the data.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> m = ErrorMap(points=9).measure(real_nvp(2, blocks=2), torch.randn(100, 2))
+        >>> len(m.series["error"]), m["share_non_finite"]
+        (81, 0.0)
+    """
+
+    name = "map"
+
+    def __init__(self, points: int = 121, *, widen: float = 2.0) -> None:
+        self.points, self.widen = points, widen
+
+    def _measure(self, subject: Subject, source: Source) -> Measurement:
+        if source.shape != (2,):
+            raise NotMeasured("the model is not two-dimensional")
+        if source.context_shape is not None:
+            raise NotMeasured("the model takes a context: a map would show one context only")
+        range_ = source.statistics()
+        low, high = range_.center - self.widen * range_.half_range, range_.center + self.widen * range_.half_range
+        axis = torch.linspace(low, high, self.points, dtype=torch.float64)
+        second, first = torch.meshgrid(axis, axis, indexing="ij")
+        grid = torch.stack((first, second), -1).reshape(-1, 2).to(subject.device, subject.dtype)
+        errors, typical = [], math.sqrt(2 * (range_.mean**2 + range_.std**2))
+        for k, x in enumerate(grid.split(2048)):
+            errors.append(distances(x, subject.inverse(subject.forward(x).value).value, typical).relative.cpu())
+            self.progress(min(1.0, (k + 1) * 2048 / len(grid)))
+        error = torch.cat(errors)
+        return Measurement(
+            self.name,
+            source.name,
+            values={
+                "low": low,
+                "high": high,
+                "points": self.points,
+                "data_low": range_.low,
+                "data_high": range_.high,
+                "share_non_finite": float((~torch.isfinite(error)).double().mean()),
+            },
+            series={"error": tuple(float(f"{e:.3g}") for e in error.tolist())},
+        )

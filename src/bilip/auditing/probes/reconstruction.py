@@ -1,0 +1,174 @@
+"""Does the model give back what it was given?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilip.auditing.probes.pictures import is_image, picture
+from bilip.auditing.probes.probe import Probe
+from bilip.auditing.round_trip import Distances, distances, typical_norm
+from bilip.auditing.subject import Subject
+from bilip.data import Source
+from bilip.record import Histogram, Measurement, Picture
+
+__all__ = ["Reconstruction"]
+
+
+class Reconstruction(Probe):
+    r"""Errors of the round trips $x \to z \to x$ and $z \to x \to z$, once and after `rounds` times.
+
+    Round trips run in the model's own dtype; the errors are computed in float64, so that no norm overflows by itself. A sample for
+    which the model raises is *failed*; one that comes back finite with a relative error above `wrong` (by default the square root
+    of the dtype's epsilon: half of the digits) is *wrong*.
+
+    Args:
+        limit: Largest number of samples.
+        batch: Samples in one batch; memory grows with it, not with the number of samples.
+        rounds: Number of repeated round trips, on the first batch only.
+        wrong: Relative error above which a finite reconstruction is counted as wrong.
+        keep: Number of worst samples kept.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> m = Reconstruction().measure(real_nvp(2, coupling="additive"), torch.randn(100, 2))
+        >>> m["share_nan"], m["share_wrong"], m["relative_max"] < 1e-5
+        (0.0, 0.0, True)
+    """
+
+    name = "reconstruction"
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        batch: int = 256,
+        rounds: int = 10,
+        wrong: float | None = None,
+        keep: int = 8,
+    ) -> None:
+        self.limit, self.batch, self.rounds, self.wrong, self.keep = limit, batch, rounds, wrong, keep
+
+    def _measure(self, subject: Subject, source: Source) -> Measurement:
+        limit = math.sqrt(subject.eps) if self.wrong is None else self.wrong
+        tally, total = _Tally(limit, self.keep), min(source.count, self.limit or source.count)
+        range_ = source.statistics()
+        typical = math.sqrt(math.prod(source.shape) * (range_.mean**2 + range_.std**2))
+        for batch in source.batches(self.batch, limit=self.limit, dtype=subject.dtype, device=subject.device):
+            forward = subject.forward(batch.x, batch.context)
+            z = forward.value
+            back = subject.inverse(z, batch.context)
+            found = distances(batch.x, back.value, typical)
+            failed = forward.failed | back.failed
+            tally.add(batch.start, batch.x, back.value, found, failed, forward.message or back.message)
+            if not (forward.exact and back.exact):
+                tally.notes.add(
+                    "some samples marked as failed may be innocent: they could not be told apart from the guilty"
+                )
+            again = subject.forward(back.value, batch.context)
+            tally.latent += Histogram.of(distances(z, again.value).relative.cpu())
+            if batch.start == 0:
+                tally.after = self._repeat(subject, batch.x, back.value, batch.context)
+            self.progress((batch.start + len(batch)) / total)
+        return tally.measurement(self, subject, source)
+
+    def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None) -> Histogram:
+        for _ in range(self.rounds - 1):
+            y = subject.inverse(subject.forward(y, context).value, context).value
+        return Histogram.of(distances(x, y, typical_norm(x)).relative.cpu())
+
+
+@dataclass
+class _Tally:
+    """What is kept of a stream of any length."""
+
+    limit: float
+    keep: int
+    l2: Histogram = field(default_factory=Histogram)
+    relative: Histogram = field(default_factory=Histogram)
+    largest: Histogram = field(default_factory=Histogram)
+    latent: Histogram = field(default_factory=Histogram)
+    after: Histogram = field(default_factory=Histogram)
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    failed: int = 0
+    wrong: int = 0
+    failure: str = ""
+    notes: set[str] = field(default_factory=set)
+    worst: list[tuple[float, int, float, Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, start: int, x: Tensor, back: Tensor, found: Distances, failed: Tensor, message: str) -> None:
+        flat = back.flatten(1)
+        nan = torch.isnan(flat).any(1) & ~failed
+        self.count += len(x)
+        self.nan += int(nan.sum())
+        self.inf += int((torch.isinf(flat).any(1) & ~nan & ~failed).sum())
+        self.failed += int(failed.sum())
+        self.wrong += int((found.finite & (found.relative > self.limit)).sum())
+        self.failure = self.failure or message
+        self.l2 += Histogram.of(found.l2.cpu())
+        self.relative += Histogram.of(found.relative.cpu())
+        self.largest += Histogram.of(found.largest.cpu())
+        order = found.relative.nan_to_num(math.inf).argsort(descending=True)[: self.keep].tolist()
+        rows = [
+            (float(found.relative[k]), start + k, float(found.l2[k]), x[k].cpu().clone(), back[k].cpu().clone())
+            for k in order
+        ]
+        key = lambda row: (math.inf if math.isnan(row[0]) else row[0], -row[1])  # noqa: E731
+        self.worst = sorted(self.worst + rows, key=key, reverse=True)[: self.keep]
+
+    def measurement(self, probe: Reconstruction, subject: Subject, source: Source) -> Measurement:
+        values: dict[str, float | int | str] = {
+            "count": self.count,
+            "share_nan": self.nan / self.count,
+            "share_inf": self.inf / self.count,
+            "share_failed": self.failed / self.count,
+            "share_wrong": self.wrong / self.count,
+            "wrong_limit": self.limit,
+            "eps": subject.eps,
+        }
+        for name, histogram in (("l2", self.l2), ("relative", self.relative), ("max", self.largest)):
+            values |= {
+                f"{name}_{q}": histogram.quantile(p) for q, p in (("median", 0.5), ("p99", 0.99), ("p999", 0.999))
+            }
+            values[f"{name}_max"] = histogram.largest
+        values |= {
+            "latent_relative_median": self.latent.quantile(0.5),
+            "latent_relative_p999": self.latent.quantile(0.999),
+            "latent_relative_max": self.latent.largest,
+            "latent_share_non_finite": self.latent.share_non_finite,
+            "rounds": probe.rounds,
+            "after_relative_median": self.after.quantile(0.5),
+            "after_relative_max": self.after.largest,
+            "after_share_non_finite": self.after.share_non_finite,
+            "failure": self.failure[:500],
+        }
+        return Measurement(
+            probe.name,
+            source.name,
+            values=values,
+            rows=tuple(
+                {"sample": k, "l2": l2, "relative": relative, "finite": math.isfinite(relative)}
+                for relative, k, l2, _, _ in self.worst
+            ),
+            histograms={"relative": self.relative, "latent_relative": self.latent, "after_relative": self.after},
+            pictures=self._pictures(source),
+            notes=tuple(sorted(self.notes)),
+        )
+
+    def _pictures(self, source: Source) -> tuple[Picture, ...]:
+        if not is_image(source.shape):
+            return ()
+        found, range_ = [], source.statistics()
+        for relative, k, _, x, back in self.worst[:4]:
+            broken = int((~torch.isfinite(back)).any(0).sum()) if back.shape == x.shape else 0
+            for image, title in ((x, "input"), (back, "reconstruction")):
+                if image.shape != x.shape:
+                    continue
+                alt = f"{title} {k} of {source.name}, relative error {relative:.2g}, {broken} broken pixels"
+                found.append(picture(image, range_.low, range_.high, f"{title} {k}", alt, f"{source.name} {k}"))
+        return tuple(found)

@@ -1,0 +1,184 @@
+"""The model under test: one way to call it, whatever library it comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilip.adapters import Adapted, Base, adapt
+from bilip.auditing.float32 import float32_products
+from bilip.auditing.guarded import Outcome, run_guarded
+from bilip.blocks import Bijection
+from bilip.errors import BilipError, InputError, NotMeasured
+
+__all__ = ["Subject"]
+
+
+class Subject:
+    """A model under test: its bijection, its base, its parts, and guarded calls.
+
+    Args:
+        adapted: What `bilip.adapters.adapt` gave for the model.
+        name: Name for reports.
+
+    Attributes:
+        bijection: The map F from data to latents.
+        base: Base distribution, or `None`.
+        library: Where the model comes from.
+        name: Name for reports.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> subject = Subject.of(real_nvp(2, blocks=2))
+        >>> subject.dtype, len(subject.parts), subject.forward(torch.zeros(3, 2)).value.shape
+        (torch.float32, 2, torch.Size([3, 2]))
+    """
+
+    def __init__(self, adapted: Adapted, name: str) -> None:
+        self.bijection: Bijection = adapted.bijection
+        self.base: Base | None = adapted.base
+        self.library, self.name = adapted.library, name
+        self._twins: dict[torch.dtype, Subject | str] = {}
+
+    @classmethod
+    def of(cls, model: Any, name: str | None = None) -> Subject:
+        """The subject for anything `as_bijection` takes; a subject is returned as it is."""
+        if isinstance(model, Subject):
+            return model
+        adapted = model if isinstance(model, Adapted) else adapt(model)
+        return cls(adapted, name or type(model).__name__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_twins": {}}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most of the model's numbers have, or torch's default."""
+        sizes: dict[torch.dtype, int] = {}
+        for value in self._tensors():
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((t.device for t in self._tensors()), torch.device("cpu"))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices, beside the CPU, whose random state a call may touch."""
+        return [torch.device(k) for k in range(torch.cuda.device_count())] if self.device.type == "cuda" else []
+
+    @property
+    def eps(self) -> float:
+        """Machine epsilon of the model's dtype."""
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def parts(self) -> list[tuple[str, Bijection]]:
+        """The visible blocks with their paths, in forward order."""
+        return self.bijection.parts()
+
+    @property
+    def has_log_det(self) -> bool:
+        """Whether the model states its log-determinant."""
+        return all(getattr(part, "has_log_det", True) for _, part in self.parts)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for value in (*self.bijection.parameters(), *self.bijection.buffers()):
+            if value.is_floating_point():
+                yield value
+
+    # ---- guarded calls, in the mode the model is in, without gradients
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
+        """Z = F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
+        return run_guarded(self.bijection.__call__, x.clone(), context)
+
+    @torch.no_grad()
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
+        """X = F^-1(z). The latents are cloned, so that no cache can recognise them."""
+        return run_guarded(self.bijection.inverse, z.clone(), context)
+
+    @torch.no_grad()
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
+        """Z and log |det J_F(x)|."""
+        return run_guarded(self.bijection.forward_and_log_det, x.clone(), context)
+
+    @torch.no_grad()
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
+        """X and log |det J_F^-1(z)|."""
+        return run_guarded(self.bijection.inverse_and_log_det, z.clone(), context)
+
+    # ---- copies and modes
+
+    def twin(self, dtype: torch.dtype) -> Subject:
+        """A copy in another dtype, in evaluation mode; made once.
+
+        Raises:
+            NotMeasured: The model cannot be copied or converted.
+        """
+        found = self._twins.get(dtype)
+        if found is None:
+            try:
+                bijection = copy.deepcopy(self.bijection).to(dtype).eval().requires_grad_(False)
+                found = Subject(Adapted(bijection, self.base, self.library), self.name)
+            except Exception as error:  # foreign modules may refuse to be copied in any way they like
+                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {error})"
+            self._twins[dtype] = found
+        if isinstance(found, str):
+            raise NotMeasured(found)
+        return found
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode and TF32 off inside; everything put back afterwards."""
+        held = [value for value in vars(self.base).values() if isinstance(value, nn.Module)] if self.base else []
+        modes = {module: module.training for top in (self.bijection, *held) for module in top.modules()}
+        try:
+            for top in (self.bijection, *held):
+                top.eval()
+            with float32_products():
+                yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def check(self, x: Tensor, context: Tensor | None, where: str) -> None:
+        """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse."""
+        shape = tuple(x.shape)
+        outcome = self._first(
+            "forward", self.forward, x, context, f"{where}: {self.name} takes no batch of shape {shape}"
+        )
+        if math.prod(outcome.value.shape) == 0 or len(outcome.value) != len(x):
+            raise InputError(
+                f"{where}: {self.name} turned a batch of shape {shape} into {tuple(outcome.value.shape)}; "
+                "expected one latent for each sample."
+            )
+        self._first(
+            "inverse", self.inverse, outcome.value, context, f"{where}: the inverse of {self.name} does not work"
+        )
+
+    def _first(self, what: str, call: Any, x: Tensor, context: Tensor | None, complaint: str) -> Outcome:
+        try:
+            outcome: Outcome = call(x, context)
+        except BilipError as error:
+            raise InputError(f"{complaint} ({error})") from error
+        except NotImplementedError as error:
+            raise InputError(f"{complaint}: NotImplementedError {error}".rstrip() + ".") from error
+        fatal = ("TypeError", "KeyError", "AttributeError", "InverseNotAvailable", "RuntimeError")
+        if bool(outcome.failed.all()) and (what == "forward" or outcome.message.split(":")[0] in fatal):
+            raise InputError(f"{complaint}: {outcome.message[:300]}")
+        return outcome
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in module.parameters())

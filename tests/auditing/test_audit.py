@@ -1,0 +1,572 @@
+"""The audit as a whole: what it leaves alone, what it repeats, how much memory it takes, and how it judges."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bilip
+from bilip import Chain, Flow, blocks, data
+from bilip.auditing.audit import BUDGETS
+from bilip.auditing.probes import Probe
+from bilip.auditing.verdicts import Thresholds, judge
+from bilip.errors import InputError
+from bilip.record import Histogram, Measurement
+
+EPS = 2.0**-23
+LIMIT = math.sqrt(EPS)
+TINY = replace(
+    BUDGETS["quick"], samples=64, batch=32, noise=32, draws=32, walk=8, attack=1, attack_steps=3, precision=8
+)
+
+
+def affine_flow(features=4):
+    return Flow(bilip.models.real_nvp(features, blocks=3, hidden=(8,), scale="half_sigmoid"))
+
+
+# ---- what an audit leaves alone
+
+
+class Noisy(blocks.Permutation):
+    """Draws from torch's global numbers on every call."""
+
+    def forward(self, x, context=None):
+        return super().forward(x, context) + 1e-3 * torch.randn_like(x)
+
+
+def test_an_audit_leaves_the_model_and_torch_as_they_were():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    net[0].weight.requires_grad_(False)
+    net[1].eval()
+    model = Flow(Chain(blocks.AdditiveCoupling(net), Noisy.reverse(4), blocks.ActNorm(4), shape=(4,))).train()
+    model.bijection(torch.randn(8, 4))
+    net[1].eval()
+    (model.bijection(torch.randn(8, 4)).sum()).backward()
+
+    def state():
+        return {
+            "modes": {name: module.training for name, module in model.named_modules()},
+            "needs": {name: p.requires_grad for name, p in model.named_parameters()},
+            "grads": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
+            "state": {name: value.tolist() for name, value in model.state_dict().items()},
+            "rng": torch.get_rng_state().tolist(),
+            "numpy": repr(np.random.get_state()),  # noqa: NPY002
+            "grad": torch.is_grad_enabled(),
+            "dtype": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
+        }
+
+    before = state()
+    seen = []
+
+    class Watch(Probe):
+        name = "watch"
+
+        def _measure(self, subject, source):
+            seen.append([m.training for m in subject.bijection.modules()])
+            return Measurement(self.name, source.name)
+
+    bilip.audit(model, torch.randn(64, 4).numpy(), ood=["uniform"], budget=TINY)
+    torch.set_rng_state(torch.tensor(before["rng"], dtype=torch.uint8))
+    bilip.audit(model, torch.zeros(8, 4), budget=TINY, probes=[Watch()])
+    assert not any(map(any, seen))
+    torch.set_rng_state(torch.tensor(before["rng"], dtype=torch.uint8))
+    bilip.audit(model, np.ones((8, 4)), ood=["scaled:2"], budget=TINY)
+    assert state() == before
+
+
+SWITCHES = """
+import sys, torch, bilip
+from bilip.auditing.probes import Probe
+from bilip.record import Measurement
+B = torch.backends
+def read(f):
+    try:
+        return str(f())
+    except (RuntimeError, AttributeError) as error:
+        return type(error).__name__
+def switches():
+    found = {"precision": read(torch.get_float32_matmul_precision), "cudnn": read(lambda: B.cudnn.allow_tf32)}
+    found["matmul"] = read(lambda: B.cuda.matmul.allow_tf32)
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv"):
+        found[name] = read(lambda: eval("B." + name + ".fp32_precision", {"B": B}))
+    return found
+inside = {}
+class Look(Probe):
+    name = "look"
+    def _measure(self, subject, source):
+        inside.update(switches())
+        return Measurement(self.name, source.name)
+for change in sys.argv[1:]:
+    exec(change)
+    before = switches()
+    bilip.audit(bilip.models.real_nvp(2, blocks=1), torch.randn(4, 2), probes=[Look(), "precision"], budget="quick")
+    assert switches() == before, (change, before, switches())
+    assert inside["cuda.matmul"] in ("ieee", "AttributeError"), inside
+    assert inside["mkldnn.matmul"] in ("ieee", "AttributeError"), inside
+    assert inside["matmul"] in ("False", "RuntimeError"), inside
+"""
+
+
+def test_the_switches_of_torch_are_off_inside_and_put_back():
+    old = [
+        "pass",
+        "B.cuda.matmul.allow_tf32 = True",
+        "B.cudnn.allow_tf32 = False",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.set_float32_matmul_precision('high')",
+    ]
+    new = ["B.cuda.matmul.fp32_precision = 'tf32'", "B.cudnn.conv.fp32_precision = 'ieee'", "B.fp32_precision = 'tf32'"]
+    changes = old + (new if hasattr(torch.backends.cuda.matmul, "fp32_precision") else [])
+    done = subprocess.run([sys.executable, "-c", SWITCHES, *changes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_an_audit_inside_a_gradient_mode(mode):
+    with mode():
+        record = bilip.audit(affine_flow(), torch.randn(32, 4), budget=TINY)
+    assert record.verdicts["likelihood"].status == "safe"
+    assert record.find("spectrum")[0].measured
+    assert record.find("attack")[0].measured
+
+
+# ---- repeatable
+
+
+def content(record):
+    document = json.loads(record.to_json())
+    del document["created"], document["settings"]["seconds"], document["environment"]
+    return document
+
+
+def test_the_same_seed_gives_the_same_record():
+    torch.manual_seed(3)
+    model, x = affine_flow(2), torch.randn(64, 2)
+    records = []
+    for k in range(2):
+        torch.manual_seed(k)  # the caller's own state must not matter
+        records.append(bilip.audit(model, x, ood=["uniform", "gaussian"], budget=TINY, seed=5))
+    assert content(records[0]) == content(records[1])
+    found = [bilip.audit(model, x, budget=TINY, probes=["sampling"], seed=seed).measurements[0] for seed in (5, 6)]
+    assert found[0]["sample_bits_median"] != found[1]["sample_bits_median"]
+
+
+def test_models_that_draw_numbers_are_repeatable_too():
+    model, x = Flow(Chain(Noisy.reverse(4), shape=(4,))), torch.randn(16, 4)
+    records = []
+    for k in range(2):
+        torch.manual_seed(k)
+        records.append(bilip.audit(model, x, budget=TINY, probes=["reconstruction", "consistency", "sampling"]))
+    assert content(records[0]) == content(records[1])
+    assert "another answer" in records[0].verdicts["likelihood"].reason
+
+
+@pytest.mark.parametrize("scale", ["half_sigmoid", "exp"])
+def test_batch_sizes_do_not_change_verdicts(scale):
+    torch.manual_seed(1)
+    flow = Flow(bilip.models.real_nvp(4, blocks=24 if scale == "exp" else 3, hidden=(32,), scale=scale))
+    if scale == "exp":
+        for p in flow.parameters():
+            p.data *= 1.6
+    x, found = torch.randn(60, 4), []
+    for batch in (7, 32, 60):
+        record = bilip.audit(
+            flow,
+            x,
+            ood=["uniform"],
+            budget=replace(TINY, batch=batch),
+            probes=["consistency", "reconstruction", "log_det", "sampling", "trust"],
+        )
+        found.append({use: (v.status, v.number, v.source) for use, v in record.verdicts.items()})
+        assert record.find("reconstruction", "data")[0]["count"] == 60
+    assert found[0] == found[1] == found[2]
+    assert found[0]["likelihood"][0] == ("safe" if scale == "half_sigmoid" else "unsafe")
+
+
+# ---- memory
+
+MEMORY = """
+import sys, re, bilip
+from bilip.auditing.audit import BUDGETS
+from dataclasses import replace
+import torch
+torch.manual_seed(0)
+peak = 0
+def look(text, share):
+    global peak
+    with open("/proc/self/status") as file:
+        peak = max(peak, int(re.search(r"RssAnon:\\s+(\\d+) kB", file.read())[1]))
+flow = bilip.Flow(bilip.Chain(bilip.blocks.Permutation.reverse(256), shape=(256,)))
+budget = replace(BUDGETS["quick"], samples=None, batch=1024)
+record = bilip.audit(flow, sys.argv[1], budget=budget, probes=["reconstruction", "log_det", "trust"], progress=look)
+print(record.find("trust")[0]["count"], peak)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
+    """20 times the samples: the file grows by 97 MB, and the process by less than a fifth of that."""
+    peaks = []
+    for count in (5_000, 100_000):
+        path = tmp_path / f"{count}.npy"
+        rng = np.random.default_rng(0)
+        array = np.lib.format.open_memmap(path, "w+", np.float32, (count, 256))
+        for start in range(0, count, 5_000):
+            array[start : start + 5_000] = rng.standard_normal((5_000, 256), np.float32)
+        array.flush()
+        del array
+        code = [sys.executable, "-c", MEMORY, str(path)]
+        done = subprocess.run(code, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        seen, peak = map(int, done.stdout.split())
+        assert seen == count
+        peaks.append(peak)
+        path.unlink()
+    assert peaks[1] - peaks[0] < 20_000, peaks
+
+
+# ---- sources
+
+
+def test_contexts_travel_with_their_samples():
+    flow = Flow(bilip.models.real_nvp(2, blocks=2, hidden=(8,), context=3, scale="half_sigmoid"))
+    x, context = torch.randn(50, 2), torch.randn(50, 3)
+    record = bilip.audit(flow, (x, context), ood=["uniform", "scaled:2"], budget=replace(TINY, batch=16))
+    for use in ("sampling", "likelihood", "ood-likelihood"):
+        assert record.verdicts[use].status == "safe", record.verdicts[use]
+    assert not record.find("map")
+    assert all(m.measured for m in record.measurements), [m for m in record.measurements if not m.measured]
+    assert record.find("sampling")[0]["count"] == 32
+
+
+class Keyed(bilip.Bijection):
+    """Raises unless each sample meets the context that belongs to it."""
+
+    def forward(self, x, context=None):
+        if context is None or not torch.equal(x[:, :1], context):
+            raise ValueError("a sample met the context of another")
+        return x
+
+    def inverse(self, z, context=None):
+        return self.forward(z, context)
+
+
+def test_batches_slice_samples_and_contexts_together():
+    x = torch.randn(50, 2)
+    record = bilip.audit(Keyed(), (x, x[:, :1]), budget=replace(TINY, batch=7), probes=["reconstruction", "blame"])
+    assert record.find("reconstruction")[0]["share_failed"] == 0
+    assert record.find("reconstruction")[0]["relative_max"] == 0
+    with pytest.raises(InputError, match="met the context of another"):
+        bilip.audit(Keyed(), (x, x[:, :1].flip(0)), budget=TINY)
+
+
+def test_a_missing_context_is_a_sentence():
+    flow = Flow(bilip.models.real_nvp(2, blocks=2, hidden=(8,), context=3))
+    with pytest.raises(InputError, match="source 'data'.*context"):
+        bilip.audit(flow, torch.randn(8, 2))
+    with pytest.raises(InputError, match="8 samples with 7 contexts"):
+        bilip.audit(flow, (torch.randn(8, 2), torch.randn(7, 3)))
+
+
+def test_a_source_goes_by_the_name_and_role_that_the_audit_gives_it():
+    x = data.as_source("inner", torch.randn(8, 4))
+    record = bilip.audit(affine_flow(), {"one": x, "two": x}, ood=["two"], budget=TINY, probes=["reconstruction"])
+    assert [(s["name"], s["role"]) for s in record.sources] == [("one", "data"), ("two", "ood")]
+    assert [m.source for m in record.measurements] == ["one", "two"]
+    assert bilip.audit(affine_flow(), x, budget=TINY, probes="reconstruction").sources[0]["name"] == "inner"
+
+
+def test_the_sources_that_differ_are_the_ones_named():
+    same, other = torch.randn(8, 4), torch.randn(8, 3)
+    with pytest.raises(InputError, match=r"'a' have shape \(4,\), those of 'b' \(3,\)"):
+        bilip.audit(affine_flow(), {"a": same, "b": other, "c": same})
+
+
+def test_arguments():
+    flow, x = affine_flow(), torch.randn(8, 4)
+    for options, says in (
+        ({"budget": "huge"}, "'quick', 'standard', 'thorough'"),
+        ({"probes": ["telepathy"]}, "unknown probe 'telepathy'"),
+        ({"probes": "reconstruction,telepathy"}, "unknown probe 'telepathy'"),
+        ({"ood": ["noise"]}, "neither the name of a source"),
+        ({"seed": -1}, "seed=-1"),
+        ({"bits": 0}, "bits=0"),
+    ):
+        with pytest.raises(InputError, match=says):
+            bilip.audit(flow, x, **options)
+    with pytest.raises(InputError, match="there is no source"):
+        bilip.audit(flow, {})
+    for bad in ({"share": 1.5}, {"relative": -1}, {"log_det": math.nan}, {"non_finite": "none"}):
+        with pytest.raises(InputError, match="Thresholds"):
+            Thresholds(**bad)
+
+
+# ---- probes
+
+
+class Mean(Probe):
+    name = "mean"
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def _measure(self, subject, source):
+        if self.fails:
+            raise self.fails
+        torch.manual_seed(0)
+        z = subject.forward(source.first(16, dtype=subject.dtype).x).value
+        self.progress(1.0)
+        return Measurement(self.name, source.name, values={"mean": z.mean()})
+
+
+def test_an_own_probe_runs_on_every_source():
+    shown = []
+    record = bilip.audit(
+        affine_flow(),
+        {"a": torch.randn(8, 4), "b": torch.zeros(8, 4)},
+        budget=TINY,
+        probes=["reconstruction", Mean()],
+        progress=lambda text, share: shown.append((text, share)),
+    )
+    assert [(m.probe, m.source) for m in record.measurements] == [
+        ("reconstruction", "a"),
+        ("reconstruction", "b"),
+        ("mean", "a"),
+        ("mean", "b"),
+    ]
+    assert record.settings["probes"] == ["reconstruction", "mean"]
+    again = bilip.AuditRecord.from_json(record.to_json())
+    assert again.find("mean", "b")[0]["mean"] == pytest.approx(float(record.find("mean", "b")[0]["mean"]))
+    shares = [share for _, share in shown]
+    assert shares == sorted(shares)
+    assert shown[-1] == ("done", 1.0)
+    assert ("mean on b", 1.0) in shown
+
+
+def test_what_a_probe_raises_is_its_reason_and_the_others_still_run():
+    flow, x = affine_flow(), torch.randn(8, 4)
+    record = bilip.audit(flow, x, budget=TINY, probes=[Mean(bilip.errors.NotMeasured("too few"))])
+    assert record.measurements[0].reason == "too few"
+    record = bilip.audit(
+        flow, x, budget=TINY, probes=["reconstruction", Mean(ZeroDivisionError("deep\ninside")), Mean()]
+    )
+    assert [m.reason for m in record.measurements] == ["", "ZeroDivisionError: deep inside", ""]
+
+
+def test_ctrl_c():
+    flow, x = affine_flow(), torch.randn(8, 4)
+    probes = [Mean(), Mean(KeyboardInterrupt()), Mean()]
+    with pytest.raises(KeyboardInterrupt):
+        bilip.audit(flow.train(), x, budget=TINY, probes=probes)
+    assert flow.training
+    assert flow.bijection.training
+    record = bilip.audit(flow, x, budget=TINY, probes=probes, keep_interrupted=True)
+    assert [m.reason for m in record.measurements] == ["", "the audit was stopped here", "the audit was stopped before"]
+    assert record.settings["stopped"] is True
+
+
+# ---- verdicts
+
+
+def reconstruction(source="x", *, count=10_000, nan=0, inf=0, failed=0, wrong=0, limit=LIMIT):
+    errors = (
+        [1e-7] * (count - nan - inf - failed - wrong) + [1.0] * wrong + [math.nan] * (nan + failed) + [math.inf] * inf
+    )
+    shares = {"nan": nan, "inf": inf, "failed": failed, "wrong": wrong}
+    values = {f"share_{k}": v / count for k, v in shares.items()} | {"wrong_limit": limit, "eps": EPS, "count": count}
+    return Measurement("reconstruction", source, values=values, histograms={"relative": Histogram.of(errors)})
+
+
+def log_det(source="x", *, wrong=0, error=1e-6, samples=4, size=1e-6, count=10_000):
+    histogram = Histogram.of([1e-6] * (count - wrong) + [size] * wrong)
+    values = {"slogdet_samples": samples, "slogdet_error_max": error}
+    return Measurement("log_det", source, values=values, histograms={"antisymmetry": histogram})
+
+
+def consistency(**flags):
+    values = {"stochastic": False, "batch_dependent": False, "cached": False, "around_error": 0.0}
+    return Measurement("consistency", "x", values=values | flags)
+
+
+def sampling(*, non_finite=0.0, wrong=0, count=10_000, bits=(3.0, 3.0)):
+    values = {"share_non_finite": non_finite, "sample_bits_median": bits[0], "data_bits_median": bits[1]}
+    histogram = Histogram.of([1e-7] * (count - wrong) + [1.0] * wrong)
+    return Measurement("sampling", "base", values=values, histograms={"reencode_relative": histogram})
+
+
+def blame(**values):
+    rows = ({"block": "7", "condition": values.pop("condition", 1e9)},)
+    known = {"guilty": "", "guilty_kind": "", "why": "", "guilty_log_det": ""}
+    return Measurement("blame", "x", values=known | values, rows=rows)
+
+
+def verdict(*measurements, use="likelihood", thresholds=None, ood=False):
+    sources = [{"name": "x", "role": "ood" if ood else "data"}]
+    if not any(m.probe == "consistency" for m in measurements):
+        measurements = (*measurements, consistency())
+    return judge(measurements, sources, thresholds or Thresholds(), EPS)[use]
+
+
+NEXT = math.nextafter(1e-3, 1)
+
+
+@pytest.mark.parametrize(
+    ("measurements", "status", "number"),
+    [
+        ([reconstruction(), log_det()], "safe", ""),
+        ([reconstruction(nan=1), log_det()], "unsafe", "non-finite reconstructions"),
+        ([reconstruction(inf=1), log_det()], "unsafe", "non-finite reconstructions"),
+        ([reconstruction(failed=1), log_det()], "unsafe", "non-finite reconstructions"),
+        ([reconstruction(wrong=10), log_det()], "safe", "relative errors above 3.5e-04"),
+        ([reconstruction(wrong=11), log_det()], "unsafe", "relative errors above 3.5e-04"),
+        ([reconstruction(), log_det(wrong=10, size=1.0)], "safe", "log-determinants that do not cancel"),
+        ([reconstruction(), log_det(wrong=11, size=1.0)], "unsafe", "log-determinants that do not cancel"),
+        ([reconstruction(), log_det(wrong=11, size=1e-3)], "safe", ""),
+        ([reconstruction(), log_det(wrong=11, size=1.07e-3)], "unsafe", "log-determinants that do not cancel"),
+        ([reconstruction(), log_det(wrong=11, size=math.nan)], "unsafe", "log-determinants that do not cancel"),
+        ([reconstruction(), log_det(error=1e-3)], "safe", "log-determinant against slogdet"),
+        ([reconstruction(), log_det(error=NEXT)], "unsafe", "log-determinant against slogdet"),
+        ([reconstruction(), log_det(error=math.nan)], "unsafe", "log-determinant against slogdet"),
+        ([reconstruction(), log_det(error=math.nan, samples=0)], "not-measured", ""),
+        ([reconstruction(), log_det(), consistency(stochastic=True)], "unsafe", "stochastic"),
+        ([reconstruction(), log_det(), consistency(batch_dependent=True)], "unsafe", "batch_dependent"),
+        ([reconstruction(), log_det(), consistency(cached=True, around_error=LIMIT)], "safe", ""),
+        ([reconstruction(), log_det(), consistency(cached=True, around_error=1.01 * LIMIT)], "unsafe", "cached"),
+        ([reconstruction(), log_det(), consistency(cached=True, around_error=math.nan)], "unsafe", "cached"),
+        ([reconstruction()], "not-measured", ""),
+        ([log_det()], "not-measured", ""),
+        ([], "not-measured", ""),
+        ([reconstruction(wrong=11)], "unsafe", "relative errors above 3.5e-04"),
+        ([log_det(error=1.0)], "unsafe", "log-determinant against slogdet"),
+        ([reconstruction("other", nan=5), reconstruction(), log_det()], "safe", ""),
+    ],
+)
+@pytest.mark.parametrize("ood", [False, True])
+def test_rules_of_likelihood(measurements, status, number, ood):
+    found = verdict(*measurements, use="ood-likelihood" if ood else "likelihood", ood=ood)
+    assert found.status == status
+    if number:
+        assert found.number == number
+        assert found.source == "x"
+    assert bool(found.remedy) == (status == "unsafe")
+    if status != "not-measured":
+        assert (found.value <= found.limit) == (status == "safe")
+    other = verdict(*measurements, use="likelihood" if ood else "ood-likelihood", ood=ood)
+    assert other.status == "not-measured"
+    assert "there is no" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("measurement", "status", "number"),
+    [
+        (sampling(), "safe", ""),
+        (sampling(non_finite=1e-4), "unsafe", "non-finite samples"),
+        (sampling(wrong=10), "safe", "samples that are not re-encoded"),
+        (sampling(wrong=11), "unsafe", "samples that are not re-encoded"),
+        (sampling(bits=(9.0, 3.0)), "safe", ""),
+        (Measurement("sampling", "x", reason="the model has no base distribution"), "not-measured", ""),
+    ],
+)
+def test_rules_of_sampling(measurement, status, number):
+    found = verdict(measurement, use="sampling")
+    assert found.status == status
+    assert not number or found.number == number
+    if status == "not-measured":
+        assert found.reason == "the model has no base distribution"
+    assert verdict(measurement, consistency(stochastic=True), use="sampling").status == (
+        "unsafe" if measurement.measured else "not-measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "measurements", "use", "status"),
+    [
+        (Thresholds(relative=2.0), [reconstruction(wrong=500), log_det()], "likelihood", "safe"),
+        (Thresholds(relative=0.5), [reconstruction(wrong=500), log_det()], "likelihood", "unsafe"),
+        (Thresholds(relative=1e-8), [reconstruction(), log_det()], "likelihood", "unsafe"),
+        (Thresholds(share=0.95), [reconstruction(wrong=500), log_det()], "likelihood", "safe"),
+        (Thresholds(share=0.9501), [reconstruction(wrong=500), log_det()], "likelihood", "unsafe"),
+        (Thresholds(share=1.0), [reconstruction(wrong=1), log_det()], "likelihood", "unsafe"),
+        (Thresholds(non_finite=0.001), [reconstruction(nan=10), log_det()], "likelihood", "safe"),
+        (Thresholds(non_finite=0.0009), [reconstruction(nan=10), log_det()], "likelihood", "unsafe"),
+        (Thresholds(log_det=1e-7), [reconstruction(), log_det()], "likelihood", "unsafe"),
+        (Thresholds(log_det=0.1), [reconstruction(), log_det(error=0.05)], "likelihood", "safe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits=(3.9, 3.0))], "sampling", "safe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits=(4.1, 3.0))], "sampling", "unsafe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits=(math.nan, 3.0))], "sampling", "unsafe"),
+    ],
+)
+def test_the_users_thresholds_decide(thresholds, measurements, use, status):
+    assert verdict(*measurements, use=use, thresholds=thresholds).status == status
+
+
+def test_missing_log_determinants_are_said_to_be_missing():
+    missing = Measurement("log_det", "x", reason="the model states no log-determinant")
+    found = verdict(reconstruction(), missing)
+    assert (found.status, found.reason) == ("not-measured", "the model states no log-determinant")
+    assert verdict(log_det()).reason == "reconstruction was not measured on x"
+    assert verdict(reconstruction()).reason == "log_det was not probed"
+    assert "not held against the Jacobian" in verdict(reconstruction(), log_det(samples=0)).reason
+    found = judge([reconstruction(), log_det()], [{"name": "x", "role": "data"}], Thresholds(), EPS)["likelihood"]
+    assert (found.status, "consistency" in found.reason) == ("not-measured", True)
+
+
+WRONG = reconstruction(wrong=5000)
+RETRAIN = "Retrain with blocks that stay stable"
+
+
+@pytest.mark.parametrize(
+    ("measurements", "says"),
+    [
+        ([consistency(stochastic=True)], ["Remove dropout"]),
+        ([consistency(batch_dependent=True)], ["Use running statistics"]),
+        ([consistency(cached=True, around_error=1.0)], ["Switch the cache off"]),
+        ([reconstruction(), log_det(error=1.0)], ["Check the sign and the sum over dimensions"]),
+        ([log_det(error=1.0), blame(guilty_log_det="3")], ["Check the sign", "Block 3 claims a log-determinant"]),
+        ([WRONG], [RETRAIN]),
+        ([WRONG, blame(guilty="7", guilty_kind="Exp", why="it grows")], ["Look at block 7 (Exp): it grows.", RETRAIN]),
+        (
+            [WRONG, blame(guilty="7", guilty_kind="Mine", why="its own round trip is off by 1", condition=2.0)],
+            ["Look at block 7 (Mine)", "Its Jacobian is harmless", "a bug"],
+        ),
+        (
+            [WRONG, blame(guilty="7", guilty_kind="Mine", why="its own round trip is off by 1", condition=1e9)],
+            ["Look at block 7 (Mine)", RETRAIN],
+        ),
+        (
+            [WRONG, Measurement("precision", "x", values={"cure": "float64", "own": "float32"})],
+            ["evaluate it in float64"],
+        ),
+        (
+            [WRONG, Measurement("precision", "x", values={"cure": "none", "own": "float32"})],
+            ["More bits do not cure it"],
+        ),
+        ([WRONG, Measurement("precision", "x", values={"cure": "float32", "own": "float32"})], [RETRAIN]),
+    ],
+)
+def test_remedies(measurements, says):
+    found = verdict(*measurements)
+    assert found.status == "unsafe"
+    for sentence in says:
+        assert sentence in found.remedy
+    if "a bug" in says or "Check" in says[0]:
+        assert RETRAIN not in found.remedy
+    if says == [RETRAIN]:
+        assert found.remedy.startswith(RETRAIN)
+
+
+def test_sentences_hold_the_number_and_its_limit():
+    assert verdict(WRONG, log_det()).reason == (
+        "50 % of x came back with a relative error above 3.5e-04 (at most 0.1 % allowed)."
+    )
+    assert verdict(reconstruction(), log_det(error=0.5)).reason == (
+        "0.5 nats per dimension between the claimed log-determinant and slogdet of the Jacobian on x (at most 0.001 allowed)."
+    )
