@@ -1,4 +1,11 @@
-"""Distances between a sample and its reconstruction, in float64 whatever the model's dtype."""
+r"""THE relative error: how far a reconstruction is from its sample. Every probe, monitor, attack and assertion measures with it.
+
+$$\frac{|x - \hat x|}{\max(|x|, r)}$$
+
+with Euclidean norms over all entries of a sample, in float64 whatever the model's dtype, and $r$ the median of $|x|$ over the samples
+at hand: the source where there is one, else the batch. A sample near zero is measured by its neighbours, data of size 1e-5 by their
+own size, and no outlier moves $r$.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ class Distances:
 
     Attributes:
         l2: Euclidean norm of the difference.
-        relative: The same divided by |x|, or by the typical |x| where that is larger.
+        relative: The relative error, |x - other| / max(|x|, typical |x|).
         largest: Largest absolute difference of one entry.
     """
 
@@ -44,31 +51,32 @@ def norms(x: Tensor) -> Tensor:
 
 
 def typical_norm(x: Tensor) -> float:
-    """The mean norm of the samples of a batch that are finite; 1 if there is none.
+    """The median norm of the samples of a batch that are finite and not zero; 1 if there is none.
 
     Example:
-        >>> typical_norm(torch.tensor([[3.0, 4.0]]))
+        >>> typical_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0], [1e30, 0.0]]))
         5.0
     """
     size = norms(x)
-    known = size[torch.isfinite(size)]
-    return float(known.mean()) if len(known) else 1.0
+    known = size[torch.isfinite(size) & (size > 0)]
+    return float(known.median()) if len(known) else 1.0
 
 
-def distances(x: Tensor, other: Tensor, typical: float = 1.0) -> Distances:
+def distances(x: Tensor, other: Tensor, typical: float | None = None) -> Distances:
     """Errors of a batch of reconstructions.
 
     Args:
         x: The samples.
         other: Their reconstructions; of another size they count as not finite.
-        typical: A typical norm of a sample, by which those near zero are measured.
+        typical: Median norm of a sample, as `Source.statistics().norm` gives it; by default that of the batch.
 
     Example:
-        >>> distances(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])).l2
-        tensor([5.], dtype=torch.float64)
+        >>> distances(torch.tensor([[3e-5, 4e-5]]), torch.zeros(1, 2)).relative
+        tensor([1.], dtype=torch.float64)
     """
     if other.shape != x.shape:
         other = other.reshape(x.shape) if other.numel() == x.numel() else torch.full_like(x, torch.nan)
     difference = other.detach().double() - x.detach().double()
     l2, size = norms(difference), norms(x)
-    return Distances(l2, l2 / size.clamp_min(max(typical, 1e-300)), difference.flatten(1).abs().amax(1))
+    floor = typical_norm(x) if typical is None else typical
+    return Distances(l2, l2 / size.clamp_min(max(floor, 1e-300)), difference.flatten(1).abs().amax(1))

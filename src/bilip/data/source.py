@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Range and moments over all entries of `samples` samples.
+    """Range and moments over all entries of `samples` samples, and the median of their Euclidean norms.
 
     Example:
         >>> from bilip.data import as_source
@@ -57,6 +57,7 @@ class Statistics:
     mean: float
     std: float
     samples: int
+    norm: float = 1.0
 
     @property
     def center(self) -> float:
@@ -216,7 +217,7 @@ class Source:
         take = min(limit, self.count)
         block = min(self._chunk(), max(1, take // 16))
         blocks = -(-take // block)
-        seen, low, high, mean, squares = 0, math.inf, -math.inf, 0.0, 0.0
+        seen, low, high, mean, squares, sizes = 0, math.inf, -math.inf, 0.0, 0.0, []
         for k in range(blocks):
             start = k * block if take == self.count else k * self.count // blocks
             x = self.read(start, start + min(block, take - k * block)).x.double()
@@ -227,8 +228,12 @@ class Source:
             mean += gap * n / (seen + n)
             seen += n
             low, high = min(low, float(x.min())), max(high, float(x.max()))
+            sizes.append(x.flatten(1).norm(dim=1))
         std = math.sqrt(squares / seen) if math.isfinite(squares) else math.nan
-        return Statistics(low, high, mean, std, seen // math.prod(self.shape))
+        norm = torch.cat(sizes)
+        norm = norm[torch.isfinite(norm) & (norm > 0)]
+        typical = float(norm.median()) if len(norm) else 1.0
+        return Statistics(low, high, mean, std, seen // math.prod(self.shape), typical)
 
     def check(self, limit: int | None = None) -> None:
         """Read the first `limit` samples once and raise an `InputError` that names the first one with NaN or Inf."""

@@ -15,7 +15,7 @@ from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Probe
 from bilip.auditing.probes.region import Region
 from bilip.auditing.probes.route import Route
-from bilip.auditing.round_trip import norms
+from bilip.auditing.round_trip import typical_norm
 from bilip.auditing.subject import Subject
 from bilip.data import Source, as_source
 from bilip.errors import InputError, NotMeasured
@@ -134,7 +134,9 @@ class Attack(Probe):
             if not bool(finite.any()):
                 raise NotMeasured("no sample has a finite latent to start from")
             x, context = z[finite], None if context is None else context[finite]
-        route, region = Route(subject, context, latent=self.box == "latent"), self._region(subject, source, x)
+        typical = typical_norm(x) if self.box == "latent" else source.statistics().norm
+        route = Route(subject, context, latent=self.box == "latent", typical=typical)
+        region = self._region(subject, source, x)
         limit = math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
         runs, notes = {}, []
         for done, method in enumerate(self.methods):
@@ -172,7 +174,7 @@ class Attack(Probe):
         result = self._search(subject, source)
         region, best = result.region, result.strongest
         notes, limit = list(result.notes), math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
-        lost = int((best.trajectory[0] > limit * norms(region.start).clamp_min(1.0).cpu()).sum())
+        lost = int((result.start_errors > limit).sum())
         if lost:
             notes.append(f"{lost} of {len(result.success)} samples fail at their start already, without any attack")
         if "roundtrip" in result.runs:

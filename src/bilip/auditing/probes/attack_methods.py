@@ -51,6 +51,7 @@ class Hunt:
         self.points = self.region.start
         self.found = self.route.judge(self.points)
         self.trajectory.append(self.found.l2)
+        self.start_errors = self.found.relative
 
     @property
     def ended(self) -> Tensor:

@@ -27,6 +27,7 @@ class AttackRun:
         success: Whether the relative error is above the limit.
         trajectory: Euclidean errors along the steps, shape `(steps + 1, batch)`, the start first.
         random_steps: Moves at random for want of a gradient, summed over samples.
+        start_errors: Relative errors where the search began.
     """
 
     method: str
@@ -37,13 +38,24 @@ class AttackRun:
     success: Tensor
     trajectory: Tensor
     random_steps: int
+    start_errors: Tensor
 
     @classmethod
     def of(cls, method: str, hunt: Hunt, limit: float) -> AttackRun:
         """The outcome of a search; success is a relative error above the limit."""
         found, trajectory = hunt.found, torch.stack(hunt.trajectory).cpu()
         success = found.relative > limit
-        return cls(method, hunt.points, found.back, found.l2, found.relative, success, trajectory, hunt.random_steps)
+        return cls(
+            method,
+            hunt.points,
+            found.back,
+            found.l2,
+            found.relative,
+            success,
+            trajectory,
+            hunt.random_steps,
+            hunt.start_errors,
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,11 @@ class AttackResult:
     def trajectory(self) -> Tensor:
         """Euclidean errors along the steps of the strongest method, shape `(steps + 1, batch)`."""
         return self.strongest.trajectory
+
+    @property
+    def start_errors(self) -> Tensor:
+        """Relative errors where the search began, before any attack."""
+        return self.strongest.start_errors
 
     @property
     def strongest(self) -> AttackRun:

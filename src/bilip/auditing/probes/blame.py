@@ -13,7 +13,7 @@ from bilip.auditing.guarded import run_guarded
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe
-from bilip.auditing.round_trip import distances, typical_norm
+from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.blocks.on_kept import OnKept
@@ -67,8 +67,7 @@ class Blame(Probe):
             part = parts[k][1]
             back = run_guarded(part.inverse, back.clone(), context).value
             alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
-            typical = typical_norm(stored[k])
-            own, all_ = distances(stored[k], alone, typical), distances(stored[k], back, typical)
+            own, all_ = distances(stored[k], alone), distances(stored[k], back)
             local.append(own.relative.cpu())
             born.append(own.l2.cpu())
             carried.append(all_.relative.cpu())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from bilip.auditing.probes.probe import Probe
@@ -45,7 +43,7 @@ class ErrorMap(Probe):
         axis = torch.linspace(low, high, self.points, dtype=torch.float64)
         second, first = torch.meshgrid(axis, axis, indexing="ij")
         grid = torch.stack((first, second), -1).reshape(-1, 2).to(subject.device, subject.dtype)
-        errors, typical = [], math.sqrt(2 * (range_.mean**2 + range_.std**2))
+        errors, typical = [], range_.norm
         for k, x in enumerate(grid.split(2048)):
             errors.append(distances(x, subject.inverse(subject.forward(x).value).value, typical).relative.cpu())
             self.progress(min(1.0, (k + 1) * 2048 / len(grid)))

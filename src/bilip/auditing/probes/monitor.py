@@ -135,7 +135,7 @@ class StabilityMonitor:
         batch = self._source.first(self.samples, dtype=subject.dtype, device=subject.device)
         there = subject.forward(batch.x, batch.context)
         back = subject.inverse(there.value, batch.context)
-        relative = distances(batch.x, back.value).relative
+        relative = distances(batch.x, back.value, self._source.statistics().norm).relative
         finite = torch.isfinite(relative) & ~there.failed & ~back.failed
         return {
             "relative_median": float(torch.where(finite, relative, torch.inf).median()),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Probe
-from bilip.auditing.round_trip import Distances, distances, typical_norm
+from bilip.auditing.round_trip import Distances, distances
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.record import Histogram, Measurement, Picture
@@ -55,8 +55,7 @@ class Reconstruction(Probe):
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         limit = math.sqrt(subject.eps) if self.wrong is None else self.wrong
         tally, total = _Tally(limit, self.keep), min(source.count, self.limit or source.count)
-        range_ = source.statistics()
-        typical = math.sqrt(math.prod(source.shape) * (range_.mean**2 + range_.std**2))
+        typical = source.statistics().norm
         for batch in source.batches(self.batch, limit=self.limit, dtype=subject.dtype, device=subject.device):
             forward = subject.forward(batch.x, batch.context)
             z = forward.value
@@ -71,14 +70,14 @@ class Reconstruction(Probe):
             again = subject.forward(back.value, batch.context)
             tally.latent += Histogram.of(distances(z, again.value).relative.cpu())
             if batch.start == 0:
-                tally.after = self._repeat(subject, batch.x, back.value, batch.context)
+                tally.after = self._repeat(subject, batch.x, back.value, batch.context, typical)
             self.progress((batch.start + len(batch)) / total)
         return tally.measurement(self, subject, source)
 
-    def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None) -> Histogram:
+    def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None, typical: float) -> Histogram:
         for _ in range(self.rounds - 1):
             y = subject.inverse(subject.forward(y, context).value, context).value
-        return Histogram.of(distances(x, y, typical_norm(x)).relative.cpu())
+        return Histogram.of(distances(x, y, typical).relative.cpu())
 
 
 @dataclass

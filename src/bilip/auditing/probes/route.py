@@ -22,7 +22,7 @@ class Judgement:
     Attributes:
         back: What came back.
         l2: Euclidean errors, float64; infinite where something is not finite or the model raised.
-        relative: The same divided by |x|, or by 1 where that is larger.
+        relative: The relative error of `bilip.auditing.round_trip`.
     """
 
     back: Tensor
@@ -37,6 +37,7 @@ class Route:
         subject: The model.
         context: Contexts of the samples.
         latent: Begin at the latents.
+        typical: Median norm of a sample; by default that of each batch that is judged.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -45,8 +46,10 @@ class Route:
         True
     """
 
-    def __init__(self, subject: Subject, context: Tensor | None = None, *, latent: bool = False) -> None:
-        self.subject, self.context, self.latent = subject, context, latent
+    def __init__(
+        self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: float | None = None
+    ) -> None:
+        self.subject, self.context, self.latent, self.typical = subject, context, latent, typical
 
     def judge(self, x: Tensor) -> Judgement:
         """The errors of the plain round trip, by guarded calls; no objective has a say in it."""
@@ -57,7 +60,7 @@ class Route:
         back = second(there.value, self.context).value
         if back.shape != x.shape:  # every sample failed, and nothing is known about the shape of what should come back
             back = torch.full_like(x, torch.nan)
-        found = distances(x, back)
+        found = distances(x, back, self.typical)
         bad = ~torch.isfinite(found.l2)
         infinite = torch.full_like(found.l2, torch.inf)
         return Judgement(back, torch.where(bad, infinite, found.l2), torch.where(bad, infinite, found.relative))
@@ -77,7 +80,7 @@ class Route:
         context = self.context
         if context is not None and context.is_floating_point():
             context = context.to(dtype)
-        return Route(self.subject.twin(dtype), context, latent=self.latent)
+        return Route(self.subject.twin(dtype), context, latent=self.latent, typical=self.typical)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
