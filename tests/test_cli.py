@@ -113,7 +113,7 @@ def made(tmp_path_factory):
     text = record.to_json()
     (path / "good.json").write_text(text)
     (path / "cut.json").write_text(text[: len(text) // 2])
-    (path / "newer.json").write_text(text.replace('"schema": 1', '"schema": 2'))
+    (path / "newer.json").write_text(text.replace('"schema": 2', '"schema": 3'))
     (path / "bare.json").write_text(text.replace('"seed": 0', '"seed": NaN'))
     (path / "foreign.json").write_text('{"format": "something else"}')
     (path / "binary.json").write_bytes(b"\x80\x81\xff")
@@ -194,13 +194,13 @@ BAD = [
     ("report: missing", ["report", "absent.json"], "absent.json cannot be read (No such file"),
     ("report: folder", ["report", "saved"], "saved cannot be read (Is a directory"),
     ("report: cut", ["report", "cut.json", "--html", "left.html"], "may be truncated"),
-    ("report: newer", ["report", "newer.json", "--html", "left.html"], "has schema 2; this bilip reads up to 1"),
+    ("report: newer", ["report", "newer.json", "--html", "left.html"], "has schema 3; this bilip reads up to 2"),
     ("report: bare", ["report", "bare.json"], "the bare word NaN is not JSON"),
     ("report: foreign", ["report", "foreign.json"], "is not an audit record"),
     ("report: binary", ["report", "binary.json"], "is not a text file"),
     ("report: wrong", ["report", "wrong.json"], "is not a whole audit record"),
     ("report: html", ["report", "good.json", "--html", "nowhere/run.html"], "the folder nowhere does not exist"),
-    ("compare", ["compare", "good.json", "newer.json"], "newer.json has schema 2"),
+    ("compare", ["compare", "good.json", "newer.json"], "newer.json has schema 3"),
     ("bounds: global", ["bounds", "cli_targets:affine"], "no Lipschitz constant that holds on all of space"),
     ("bounds: box", ["bounds", "cli_targets:affine", "--box", "4", "-4"], "Swap the two"),
     ("bounds: formula", ["bounds", "cli_targets:affine", "--formula", "best"], "'sharp', 'paper'"),

@@ -1,15 +1,18 @@
-"""Does it come back: errors by source, the map of a plane, the worst inputs."""
+"""Does it come back: errors by source, and the worst inputs."""
 
 from __future__ import annotations
 
 from bilip.record import AuditRecord
-from bilip.report import charts
+from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
 from bilip.report.parts import Cell, Fold, Line, Part, Section, table
 from bilip.report.sections.common import gallery, measured, some
 from bilip.report.summary import non_finite, worst_condition
 
-__all__ = ["errors_section", "map_section", "worst_section"]
+__all__ = ["PLACE", "sections"]
+
+PLACE = 20
+
 
 WORST = [
     ("source", "source"),
@@ -20,7 +23,7 @@ WORST = [
 ]
 
 
-def errors_section(record: AuditRecord) -> Section:
+def _errors(record: AuditRecord) -> Section:
     """The distribution of the reconstruction error on every source."""
     found = measured(record, "reconstruction")
     limit = next((m.get("wrong_limit") for m in found if m.get("wrong_limit") is not None), None)
@@ -56,7 +59,7 @@ def errors_section(record: AuditRecord) -> Section:
         ("after_share_non_finite", "Inf/NaN"),
     ]
     parts: list[Part | None] = [
-        charts.distribution_figure(found, "relative", "Relative reconstruction error", "relative error", limit)
+        distribution_figure(found, "relative", "Relative reconstruction error", "relative error", limit)
     ]
     if found:
         parts.append(table("Relative error of F⁻¹(F(x)) by source", columns, rows))
@@ -73,17 +76,7 @@ def errors_section(record: AuditRecord) -> Section:
     return Section("errors", "Does it come back?", lead, some(*parts))
 
 
-def map_section(record: AuditRecord) -> Section:
-    """The error over the plane, for models of two dimensions."""
-    figures = [charts.map_figure(m) for m in measured(record, "map")]
-    lead = (
-        "Every point of the plane is sent through the model and back. Dark is exact, bright is wrong, cyan is lost; "
-        "the box holds the training data."
-    )
-    return Section("map", "Where in the plane?", lead, some(*figures))
-
-
-def worst_section(record: AuditRecord) -> Section:
+def _worst(record: AuditRecord) -> Section:
     """Pictures of the inputs that come back worst."""
     found = [m for m in measured(record, "reconstruction") if m.pictures]
     rows = [{"source": m.source, **row} for m in found for row in m.rows[:5]]
@@ -95,3 +88,8 @@ def worst_section(record: AuditRecord) -> Section:
         lead,
         some(*(gallery(f"On {clean(m.source, 60) or 'all'}", [m]) for m in found), numbers),
     )
+
+
+def sections(record: AuditRecord) -> tuple[Section, ...]:
+    """The errors, then pictures of the worst inputs."""
+    return _errors(record), _worst(record)

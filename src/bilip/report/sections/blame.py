@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bilip.record import Measurement
+from bilip.record import AuditRecord, Measurement
 from bilip.report.charts.marks import LEGEND, curve, note, safe_text
 from bilip.report.charts.scale import LogScale
 from bilip.report.format import as_float, clean, number
-from bilip.report.parts import Figure
+from bilip.report.parts import Figure, Fold, Line, Section, table
+from bilip.report.summary import guilty_lines, worst_blame
 
-__all__ = ["blame_figure"]
+__all__ = ["PLACE", "blame_figure", "sections"]
+
+PLACE = 40
 
 CURVES = {
     "carried_max": "inherited, worst sample",
@@ -86,3 +89,43 @@ def _summary(m: Measurement, guilty: int | None) -> str:
     if guilty is None:
         return text + "No block stands out."
     return text + f"Guilty: block {clean(m.get('guilty'), 40)} ({clean(m.get('guilty_kind') or '?', 40)})."
+
+
+def sections(record: AuditRecord) -> tuple[Section, ...]:
+    """The error block by block, the worst source first."""
+    found = worst_blame(record)
+    figures = [f for f in map(blame_figure, found) if f is not None]
+    first = [Line(f"The guilty one: {line}") for line in guilty_lines(record)[:1]]
+    columns = [
+        ("block", "block"),
+        ("kind", "kind"),
+        ("carried_median", "carried median"),
+        ("carried_max", "carried worst"),
+        ("local_max", "made here"),
+        ("gain", "gain"),
+        ("share_non_finite", "Inf/NaN"),
+        ("sigma_min", "σ min"),
+        ("sigma_max", "σ max"),
+        ("condition", "condition"),
+        ("log_det_error", "log-det error"),
+    ]
+    tables = [
+        Fold(
+            f"Table, block by block, on {clean(m.source, 40) or 'all'}",
+            (table("Blame by block", columns, m.rows, sortable=True),),
+        )
+        for m in found[:1]
+        if m.rows
+    ]
+    lead = (
+        "The error each block inherits on the way back from z to x (read from right to left), beside the error it makes on its own. "
+        "The guilty block is where the inherited error jumps."
+    )
+    return (
+        Section(
+            "blame",
+            "Which block breaks it?",
+            lead,
+            (*first, *figures[:1], *tables, *(Fold(f.title, (f,)) for f in figures[1:])),
+        ),
+    )

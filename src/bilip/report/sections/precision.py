@@ -1,14 +1,17 @@
-"""The same model in fewer and fewer bits."""
+"""Would more bits help: the same model in fewer and fewer of them."""
 
 from __future__ import annotations
 
-from bilip.record import Measurement
+from bilip.record import AuditRecord, Measurement
 from bilip.report.charts.marks import LEGEND, curve, safe_text
 from bilip.report.charts.scale import LogScale
 from bilip.report.format import clean, number, share
-from bilip.report.parts import Figure
+from bilip.report.parts import Figure, Fold, Line, Part, Section, table
+from bilip.report.sections.common import measured, some
 
-__all__ = ["precision_figure"]
+__all__ = ["PLACE", "precision_figure", "sections"]
+
+PLACE = 70
 
 CURVES = {
     "error_max": "measured, worst sample",
@@ -44,3 +47,40 @@ def precision_figure(m: Measurement) -> Figure | None:
     worst = ", ".join(f"{clean(row.get('rung'), 16)} {number(row.get('error_max'))}" for row in m.rows[:8])
     summary = f"Worst relative error by precision: {worst}. First rung in which all is well: {clean(m.get('cure') or 'unknown', 20)}."
     return Figure("Precision ladder", summary, data, layout, 360)
+
+
+def sections(record: AuditRecord) -> tuple[Section, ...]:
+    """The precision ladder."""
+    found = measured(record, "precision")
+    parts: list[Part | None] = []
+    columns = [
+        ("rung", "precision"),
+        ("eps", "eps"),
+        ("error_median", "median"),
+        ("error_max", "largest"),
+        ("share_non_finite", "Inf/NaN"),
+        ("predicted", "eps × condition"),
+        ("delta", "|δ|"),
+        ("lip_inverse", "gain along δ"),
+        ("left_side", "error"),
+        ("right_side", "bound on it"),
+        ("holds", "holds"),
+    ]
+    for m in found:
+        cure = m.get("cure")
+        parts.append(
+            Line(
+                "No precision on the ladder cures it."
+                if cure in (None, "none")
+                else f"All is well in {clean(cure)}; the model runs in {clean(m.get('own') or 'an unknown precision')}."
+            )
+        )
+        parts += [
+            precision_figure(m),
+            Fold("Numbers by precision", (table("Precision ladder", columns, m.rows),)) if m.rows else None,
+        ]
+    lead = (
+        "The same model, the same inputs, in fewer and fewer bits: if more bits cure the error, "
+        "it is a rounding error that the inverse magnifies."
+    )
+    return (Section("precision", "Would more bits help?", lead, some(*parts)),)

@@ -1,17 +1,21 @@
-"""Singular values of the Jacobian at the worst sample of each source."""
+"""How ill-conditioned is it: singular values of the Jacobian at the worst sample of each source."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from bilip.record import Measurement
+from bilip.record import AuditRecord, Measurement
 from bilip.report.charts.marks import LEGEND, SYMBOLS, curve, rule, safe_text
 from bilip.report.charts.scale import LogScale
 from bilip.report.format import clean, number
-from bilip.report.parts import Figure
+from bilip.report.parts import Cell, Figure, Section, table
+from bilip.report.sections.common import measured, some
+from bilip.report.summary import worst_condition
 
-__all__ = ["spectrum_figure"]
+__all__ = ["PLACE", "spectrum_figure", "sections"]
+
+PLACE = 50
 
 PRECISIONS = {"float32": 2.0**-23, "float64": 2.0**-52}
 
@@ -65,3 +69,34 @@ def _limits(values: Sequence[float]) -> dict[str, float]:
     return {
         name: limit for name, limit in limits.items() if limit > 0 and (name == "float32" or limit * 1e3 > min(finite))
     }
+
+
+def sections(record: AuditRecord) -> tuple[Section, ...]:
+    """Singular values of the Jacobian."""
+    found = measured(record, "spectrum")
+    rows = [{**m.values, "source": m.source, "condition": Cell.of(*worst_condition(record, m.source))} for m in found]
+    columns = [
+        ("source", "source"),
+        ("method", "method"),
+        ("samples", "samples"),
+        ("sigma_max", "σ max"),
+        ("sigma_max_status", "known"),
+        ("sigma_min", "σ min"),
+        ("sigma_min_status", "known"),
+        ("condition", "condition"),
+    ]
+    lead = (
+        "A singular value says how much the model stretches one direction; the inverse magnifies errors by one over the smallest. "
+        "Below the dashed lines a precision cannot see a direction any more. Open marks are values that could not be resolved."
+    )
+    return (
+        Section(
+            "spectrum",
+            "How ill-conditioned is it?",
+            lead,
+            some(
+                spectrum_figure(found),
+                table("Extreme singular values over the samples", columns, rows) if rows else None,
+            ),
+        ),
+    )

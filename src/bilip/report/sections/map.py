@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bilip.record import Measurement
+from bilip.record import AuditRecord, Measurement
 from bilip.report.charts.marks import note
 from bilip.report.charts.scale import LogScale
 from bilip.report.format import as_float, number, share
-from bilip.report.parts import Figure
+from bilip.report.parts import Figure, Section
+from bilip.report.sections.common import measured, some
 
-__all__ = ["map_figure"]
+__all__ = ["PLACE", "map_figure", "sections"]
+
+PLACE = 30
 
 CYAN = "#00ffff"
 CEILING = 3
@@ -75,3 +78,13 @@ def _box(m: Measurement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     ]
     look = {"font": {"color": "#fff", "size": 12}, "bgcolor": "rgba(0,0,0,0.65)", "borderpad": 3}
     return shapes, [note("training data", a, b, xref="x", yref="y", **look)]
+
+
+def sections(record: AuditRecord) -> tuple[Section, ...]:
+    """The error over the plane, for models of two dimensions."""
+    figures = [map_figure(m) for m in measured(record, "map")]
+    lead = (
+        "Every point of the plane is sent through the model and back. Dark is exact, bright is wrong, cyan is lost; "
+        "the box holds the training data."
+    )
+    return (Section("map", "Where in the plane?", lead, some(*figures)),)
