@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
+from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
+from bilip.auditing.probes.probe import PROBES, Task
 from bilip.auditing.verdicts import Thresholds, judge
-from bilip.data import Source, as_source, noise
+from bilip.data import Batch, Source, as_source, noise
 from bilip.data.noise import NOISE_NAMES
+from bilip.data.rows import TensorRows
 from bilip.errors import InputError
 from bilip.record import AuditRecord, Measurement, environment
 
@@ -43,7 +46,8 @@ def audit(
 ) -> AuditRecord:
     r"""Is this model still invertible, where does it break, and what may it be used for?
 
-    The model is audited in evaluation mode and in its own dtype, with TF32 off, and put back afterwards. Nothing about it is changed.
+    The model is audited as you run it: in evaluation mode, in its own dtype, with the TF32 switches and the autocast that hold at the
+    call. Modes are put back afterwards; nothing about the model is changed.
 
     Args:
         model: A bijection, a flow, or anything `as_bijection` takes.
@@ -65,7 +69,7 @@ def audit(
     Example:
         >>> import bilip
         >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, coupling="additive"))
-        >>> record = bilip.audit(flow, torch.randn(100, 2), ood=["uniform"], budget="quick")
+        >>> record = bilip.audit(flow, torch.randn(1000, 2), ood=["uniform"], budget="quick")
         >>> record.verdicts["likelihood"].status.value, record.verdicts["sampling"].status.value
         ('safe', 'safe')
     """
@@ -80,13 +84,19 @@ def audit(
     streams = _sources(sources, ood, spent, seed)
     for stream in streams:
         stream.check(spent.samples)
+    thresholds = replace(
+        thresholds,
+        relative=thresholds.limit(subject.eps),
+        bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
+    )
     show, measurements, stopped = progress or _Line(), [], False
+    failing: dict[str, Batch] = {}
     with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
         torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
-            subject.check(first.x, first.context, f"source {stream.name!r}")
-        plan = list(_plan(subject, streams, spent, probes, bits, seed))
+            subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
+        plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
         for k, (probe, stream) in enumerate(plan):
             text = f"{probe.name} on {stream.name}"
             probe.progress = lambda share, k=k, text=text: show(text, (k + share) / len(plan))
@@ -95,12 +105,19 @@ def audit(
                 continue
             try:
                 show(text, k / len(plan))
-                measurements.append(probe.measure(subject, stream))
+                found = probe.find(subject, _at_failing(probe, stream, failing))
+                measurements.append(found.measurement)
+                if found.failing is not None:
+                    failing.setdefault(found.measurement.source, found.failing)
             except KeyboardInterrupt:
                 if not keep_interrupted:
                     raise
                 stopped = True
                 measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped here"))
+        for probe in {probe.name: probe for probe, _ in plan if probe.scope == "failing" and not stopped}.values():
+            if "base" in failing and all(stream.name != "base" for stream in streams):
+                lost = Source("base", TensorRows(failing["base"].x), context=_context_rows(failing["base"]))
+                measurements.append(probe.find(subject, lost).measurement)
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
@@ -113,11 +130,17 @@ def audit(
             "budget": budget if isinstance(budget, str) else "custom",
             "costs": asdict(spent),
             "probes": list(dict.fromkeys(probe.name for probe, _ in plan)),
-            "thresholds": {**asdict(thresholds), "relative": thresholds.limit(subject.eps)},
+            "thresholds": {k: v for k, v in asdict(thresholds).items() if v is not None and k not in ("share", "more")}
+            | dict(thresholds.more or {}),
+            "sections": {
+                probe.name: {"title": probe.section[0], "lead": probe.section[1]}
+                for probe, _ in plan
+                if any(probe.section)
+            },
             "bits": bits,
             "command": command,
             "seconds": round(time.monotonic() - started, 3),
-            "tf32": False,
+            **_as_run(subject),
             "stopped": stopped,
         },
         environment=environment() | _device(subject),
@@ -174,51 +197,69 @@ def _listed(names: Any) -> list[Any]:
 
 
 def _plan(
-    subject: p.Subject,
     streams: list[Source],
-    b: Budget,
+    budget: Budget,
     wanted: Sequence[str | p.Probe] | None,
+    thresholds: Thresholds,
     bits: int | None,
     seed: int,
 ) -> Iterable[tuple[p.Probe, Source]]:
+    """Every registered probe that the budget pays for, where its scope says; then the probes that were passed."""
     main = next((s for s in streams if s.role == "data"), streams[0])
-    size = math.prod(main.shape)
-    everywhere: list[p.Probe] = [
-        p.Reconstruction(b.samples, batch=b.batch, rounds=b.repeats),
-        p.LogDet(b.samples, batch=b.batch, samples=b.spectra, exact=min(b.exact, 512)),
-        p.Blame(b.walk, spectra=min(2, b.spectra)),
-        p.Spectrum(b.spectra, exact=b.exact, steps=b.steps, seed=seed),
-        p.Bounds(min(4, b.spectra)),
-        p.Trust(limit=b.samples, batch=b.batch),
-    ]
-    once: list[p.Probe] = [p.Consistency(), p.Sampling(b.draws, batch=b.batch, seed=seed)]
-    if wanted is not None or (size == 2 and main.context_shape is None):
-        once.append(p.ErrorMap())
-    if b.gradients:
-        once.append(p.GradientAngle(samples=b.gradients, batch=min(32, b.gradients)))
-    if b.precision:
-        once.append(p.Precision(b.precision, seed=seed))
-    if b.attack:
-        once.append(p.Attack(samples=b.attack, steps=b.attack_steps, bits=bits, seed=seed))
-    known = {probe.name: probe for probe in (*everywhere, *once)}
-    chosen = list(known) if wanted is None else [_named(w, known) for w in wanted]
-    order = [*once[:1], *everywhere, *once[1:]]
-    for probe in order:
-        if probe.name in chosen:
-            for stream in streams if probe in everywhere else [main]:
-                yield probe, stream
+    task = Task(
+        seed=seed,
+        shape=main.shape,
+        conditional=main.context_shape is not None,
+        bits=bits,
+        relative=thresholds.relative,
+        log_prob=thresholds.log_prob,
+        range=thresholds.range,
+        looks=Looks(thresholds.bad_share or 0.0, most=budget.samples),
+    )
+    names = None if wanted is None else [_named(w) for w in wanted]
+    for probe in sorted(PROBES.values(), key=lambda probe: (probe.scope == "failing", probe.place)):
+        cost = probe.cost(budget, task)
+        if cost is None and names is not None and probe.name in names:
+            cost = {}  # asked for by name: as it comes
+        if cost is None or (names is not None and probe.name not in names):
+            continue
+        made = probe(**cost)
+        for stream in [main] if probe.scope == "data" else streams:
+            yield made, stream
     for probe in wanted or ():
         if isinstance(probe, p.Probe):
             for stream in streams:
                 yield probe, stream
 
 
-def _named(wanted: str | p.Probe, known: Mapping[str, p.Probe]) -> str:
+def _at_failing(probe: p.Probe, stream: Source, failing: Mapping[str, Batch]) -> Source:
+    """The samples that fail on a source, for a probe that looks at these; the source itself where none does."""
+    lost = failing.get(stream.name)
+    if probe.scope != "failing" or lost is None:
+        return stream
+    return Source(stream.name, TensorRows(lost.x), role=stream.role, context=_context_rows(lost))
+
+
+def _context_rows(batch: Batch) -> TensorRows | None:
+    return None if batch.context is None else TensorRows(batch.context)
+
+
+def _as_run(subject: p.Subject) -> dict[str, Any]:
+    """The user's own arithmetic, as it was at the call."""
+    kind = subject.device.type
+    on = torch.is_autocast_enabled(kind)
+    return {
+        "tf32": kind == "cuda" and torch.get_float32_matmul_precision() != "highest",
+        "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
+    }
+
+
+def _named(wanted: str | p.Probe) -> str:
     if isinstance(wanted, p.Probe):
         return ""
-    if wanted not in known:
+    if wanted not in PROBES:
         raise InputError(
-            f"audit(probes=...): unknown probe {wanted!r}; expected {', '.join(known)} or a Probe of your own."
+            f"audit(probes=...): unknown probe {wanted!r}; expected {', '.join(PROBES)} or a Probe of your own."
         )
     return wanted
 

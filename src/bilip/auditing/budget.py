@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from bilip.errors import InputError
 
@@ -11,22 +11,30 @@ __all__ = ["BUDGETS", "Budget", "budget_named"]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much an audit may cost.
+    """How much an audit may cost. Each probe takes from it what it needs: see `Probe.cost`.
 
     Attributes:
-        samples: Samples of each source; `None` for all.
+        samples: Largest number of samples of each source; `None` for all. Fewer are read once the allowed share is decided.
         batch: Samples in one batch.
         noise: Samples of each source of noise.
-        draws: Samples drawn from the model.
+        draws: Largest number of samples drawn from the model.
         walk: Samples followed block by block.
         spectra: Samples whose Jacobian is taken.
-        exact: Largest dimension for whole Jacobians.
+        exact: Largest dimension for whole spectra.
         steps: Lanczos steps for larger ones.
         attack: Samples attacked; 0 leaves the attack out.
         attack_steps: Steps of the attack.
         precision: Samples on the precision ladder; 0 leaves it out.
         repeats: Repeated round trips.
         gradients: Samples whose memory-saving gradients are compared with stored ones; 0 leaves them out.
+        bad_share: Share of bad samples that is allowed, where `Thresholds` name none.
+        referenced: Samples whose float64 reference is computed although nothing looks wrong, where the model is large; `None` for all.
+        log_dets: Samples whose log-determinant is held against the Jacobian.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> replace(BUDGETS["quick"], samples=64, bad_share=0.1).noise
+        2560
     """
 
     samples: int | None
@@ -42,12 +50,67 @@ class Budget:
     precision: int
     repeats: int
     gradients: int
+    _: KW_ONLY
+    bad_share: float = 0.001
+    referenced: int | None = 256
+    log_dets: int = 4
 
 
 BUDGETS = {
-    "quick": Budget(512, 256, 512, 256, 32, 2, 64, 30, 4, 12, 32, 4, 32),
-    "standard": Budget(4096, 256, 2048, 1024, 64, 4, 256, 80, 8, 200, 128, 10, 128),
-    "thorough": Budget(None, 256, 10_000, 4096, 256, 16, 3072, 200, 32, 200, 512, 10, 256),
+    "quick": Budget(
+        samples=2560,
+        batch=256,
+        noise=2560,
+        draws=2560,
+        walk=32,
+        spectra=2,
+        exact=64,
+        steps=30,
+        attack=4,
+        attack_steps=12,
+        precision=16,
+        repeats=4,
+        gradients=32,
+        bad_share=0.01,
+        referenced=64,
+        log_dets=2,
+    ),
+    "standard": Budget(
+        samples=25_600,
+        batch=256,
+        noise=25_600,
+        draws=25_600,
+        walk=64,
+        spectra=4,
+        exact=256,
+        steps=80,
+        attack=8,
+        attack_steps=200,
+        precision=128,
+        repeats=10,
+        gradients=128,
+        bad_share=0.001,
+        referenced=256,
+        log_dets=4,
+    ),
+    "thorough": Budget(
+        samples=None,
+        batch=256,
+        noise=102_400,
+        draws=102_400,
+        walk=256,
+        spectra=16,
+        exact=3072,
+        steps=200,
+        attack=32,
+        attack_steps=200,
+        precision=512,
+        repeats=10,
+        gradients=256,
+        bad_share=0.001,
+        referenced=None,
+        log_dets=16,
+    ),
 }
 
 

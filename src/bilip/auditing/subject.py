@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bilip.adapters import Adapted, Base, adapt
-from bilip.auditing.float32 import float32_products
 from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.blocks import Bijection
 from bilip.errors import BilipError, InputError, NotMeasured
@@ -45,6 +44,7 @@ class Subject:
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
         self._twins: dict[torch.dtype, Subject | str] = {}
+        self.copied = False
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -81,6 +81,14 @@ class Subject:
         return torch.finfo(self.dtype).eps
 
     @property
+    def half_digits(self) -> float:
+        """Half of the digits of the model's dtype, as a relative error: 3.5e-4 in float32, and in float64 no less.
+
+        What a user can bear does not shrink when a model is converted to float64.
+        """
+        return math.sqrt(max(self.eps, torch.finfo(torch.float32).eps))
+
+    @property
     def parts(self) -> list[tuple[str, Bijection]]:
         """The visible blocks with their paths, in forward order."""
         return self.bijection.parts()
@@ -99,23 +107,36 @@ class Subject:
 
     @torch.no_grad()
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
-        """Z = F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
-        return run_guarded(self.bijection.__call__, x.clone(), context)
+        """F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
+        return self._run(self.bijection.__call__, x, context)
 
     @torch.no_grad()
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
-        """X = F^-1(z). The latents are cloned, so that no cache can recognise them."""
-        return run_guarded(self.bijection.inverse, z.clone(), context)
+        """F^-1(z). The latents are cloned, so that no cache can recognise them."""
+        return self._run(self.bijection.inverse, z, context)
 
     @torch.no_grad()
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
-        """Z and log |det J_F(x)|."""
-        return run_guarded(self.bijection.forward_and_log_det, x.clone(), context)
+        """F(x) and log |det J_F(x)|."""
+        return self._run(self.bijection.forward_and_log_det, x, context)
 
     @torch.no_grad()
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
-        """X and log |det J_F^-1(z)|."""
-        return run_guarded(self.bijection.inverse_and_log_det, z.clone(), context)
+        """F^-1(z) and log |det J_F^-1(z)|."""
+        return self._run(self.bijection.inverse_and_log_det, z, context)
+
+    def _run(self, call: Any, x: Tensor, context: Tensor | None) -> Outcome:
+        with self.arithmetic():
+            return run_guarded(call, x.clone(), context)
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The user's own autocast for the model itself; none for a copy in another dtype."""
+        if not self.copied:
+            yield
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            yield
 
     # ---- copies and modes
 
@@ -130,6 +151,7 @@ class Subject:
             try:
                 bijection = copy.deepcopy(self.bijection).to(dtype).eval().requires_grad_(False)
                 found = Subject(Adapted(bijection, self.base, self.library), self.name)
+                found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
                 found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {error})"
             self._twins[dtype] = found
@@ -139,20 +161,22 @@ class Subject:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode and TF32 off inside; everything put back afterwards."""
+        """Evaluation mode inside, put back afterwards. TF32 and autocast stay as the user has them."""
         held = [value for value in vars(self.base).values() if isinstance(value, nn.Module)] if self.base else []
         modes = {module: module.training for top in (self.bijection, *held) for module in top.modules()}
         try:
             for top in (self.bijection, *held):
                 top.eval()
-            with float32_products():
-                yield
+            yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
-    def check(self, x: Tensor, context: Tensor | None, where: str) -> None:
-        """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse."""
+    def check(self, x: Tensor, context: Tensor | None, where: str, *, strict: bool = True) -> None:
+        """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse.
+
+        Samples outside the domain of a model are refused where they are data (`strict`); out of distribution they are a finding.
+        """
         shape = tuple(x.shape)
         outcome = self._first(
             "forward", self.forward, x, context, f"{where}: {self.name} takes no batch of shape {shape}"

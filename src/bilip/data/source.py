@@ -203,6 +203,18 @@ class Source:
         """The first `n` samples, or all where there are fewer."""
         return next(self.batches(n, limit=n, dtype=dtype, device=device))
 
+    def spread(self, n: int) -> Batch:
+        """About `n` samples, in blocks spread evenly over the source; all where there are fewer. They are read into memory."""
+        n = min(n, self.count, max(64, 2**24 // math.prod(self.shape)))
+        if n == self.count:
+            return self.read(0, self.count)
+        blocks = min(16, n)
+        size = n // blocks
+        starts = [k * (self.count - size) // max(1, blocks - 1) for k in range(blocks)]
+        parts = [self.read(start, start + size) for start in starts]
+        contexts = [p.context for p in parts if p.context is not None]
+        return Batch(torch.cat([p.x for p in parts]), torch.cat(contexts) if contexts else None, 0)
+
     def _chunk(self) -> int:
         """Samples of one batch of about a million entries."""
         return min(4096, max(1, 2**20 // math.prod(self.shape)))

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.probes.attack_methods import METHODS, Hunt
 from bilip.auditing.probes.attack_result import AttackResult, AttackRun
 from bilip.auditing.probes.pictures import is_image, picture
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.region import Region
 from bilip.auditing.probes.route import Route
 from bilip.auditing.round_trip import typical_norm
 from bilip.auditing.subject import Subject
 from bilip.data import Source, as_source
 from bilip.errors import InputError, NotMeasured
-from bilip.record import Measurement, Picture
+from bilip.record import Measurement, Picture, Quantity
 
 __all__ = ["Attack", "AttackResult", "AttackRun"]
 
@@ -67,6 +68,17 @@ class Attack(Probe):
     """
 
     name = "attack"
+    scope = "data"
+    place = 94
+    quantities = (
+        Quantity("success", "broke it", "flag", "lower"),
+        Quantity("share_success", "share of samples that were broken", "share", "lower"),
+        Quantity("worst_relative", "worst relative error", "relative", "lower"),
+        Quantity("samples", "samples", "count"),
+        Quantity("radius", "radius"),
+        Quantity("method", "strongest method", "text"),
+        Quantity("box", "where the search stays", "text"),
+    )
 
     def __init__(
         self,
@@ -169,6 +181,14 @@ class Attack(Probe):
             return Region.ball(x, _SHARE_OF_RANGE, low=low, high=high)
         radius = 2 * _SHARE_OF_RANGE * seen.half_range
         return Region.ball(x, radius, low=max(low, seen.low), high=min(high, seen.high))
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return (
+            {"samples": budget.attack, "steps": budget.attack_steps, "bits": task.bits, "seed": task.seed}
+            if budget.attack
+            else None
+        )
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         result = self._search(subject, source)

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from bilip.adapters import Foreign
+from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import run_guarded
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear_part import LinearPart
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.blocks.on_kept import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Blame"]
 
@@ -49,9 +50,36 @@ class Blame(Probe):
     """
 
     name = "blame"
+    scope = "failing"
+    place = 50
+    quantities = (
+        Quantity("samples", "samples walked", "count"),
+        Quantity("wrong", "of them do not come back", "count", "lower"),
+        Quantity("guilty", "block that stands out", "text"),
+        Quantity("guilty_kind", "its class", "text"),
+        Quantity("why", "why", "text"),
+        Quantity("first_non_finite", "first block that is not finite", "text"),
+        Quantity("guilty_log_det", "block with a wrong log-determinant", "text"),
+        Quantity("broken_weight", "parameter that is not finite", "text"),
+        Quantity("block", "block", "text"),
+        Quantity("kind", "kind", "text"),
+        Quantity("gain", "growth of the error through the inverse", "", "lower"),
+        Quantity("condition", "condition number", "", "lower"),
+        Quantity("share_non_finite", "share of Inf/NaN on the way back", "share", "lower"),
+        Quantity("forward_non_finite", "share of Inf/NaN on the way forth", "share", "lower"),
+        Quantity("local_median", "median error of the block's own round trip", "relative", "lower"),
+        Quantity("local_max", "largest error of the block's own round trip", "relative", "lower"),
+        Quantity("carried_median", "median error carried to this block", "relative", "lower"),
+        Quantity("carried_max", "largest error carried to this block", "relative", "lower"),
+        Quantity("log_det_error", "error of the block's log-determinant", "nats", "lower"),
+    )
 
     def __init__(self, samples: int = 64, *, spectra: int = 2) -> None:
         self.samples, self.spectra = samples, spectra
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"samples": budget.walk, "spectra": min(2, budget.spectra)}
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:

@@ -6,14 +6,15 @@ import math
 
 import torch
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.spectrum import extremes
 from bilip.auditing.subject import Subject
 from bilip.bounds import Box
 from bilip.data import Source
 from bilip.errors import BilipError, NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Bounds"]
 
@@ -37,9 +38,25 @@ class Bounds(Probe):
     """
 
     name = "bounds"
+    scope = "source"
+    place = 80
+    quantities = (
+        Quantity("log10_forward", "Lip(F), proven", "log10", "lower"),
+        Quantity("log10_inverse", "Lip(F⁻¹), proven", "log10", "lower"),
+        Quantity("measured_log10_forward", "largest gain of F measured", "log10"),
+        Quantity("measured_log10_inverse", "largest gain of F⁻¹ measured", "log10"),
+        Quantity("log10_total_forward", "Lip(F) so far", "log10"),
+        Quantity("log10_total_inverse", "Lip(F⁻¹) so far", "log10"),
+        Quantity("domain", "range of inputs", "text"),
+        Quantity("first_beyond_precision", "first block beyond precision", "text"),
+    )
 
     def __init__(self, samples: int = 4, *, limit: int = 4096) -> None:
         self.samples, self.limit = samples, limit
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"samples": min(4, budget.spectra)}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         low, high, contexts = None, None, []

@@ -7,15 +7,19 @@ import math
 import torch
 from torch import Tensor
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import run_guarded
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import BilipError, NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Consistency"]
+
+
+_USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 
 
 class Consistency(Probe):
@@ -28,6 +32,7 @@ class Consistency(Probe):
     Args:
         samples: Number of samples.
         tolerance: Relative difference above which two answers differ; by default the square root of the model's epsilon.
+        wrong: Relative error of the inverse without its cache that is not forgiven; by default the same in float32.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -37,9 +42,49 @@ class Consistency(Probe):
     """
 
     name = "consistency"
+    scope = "data"
+    place = 0
+    quantities = (
+        Quantity(
+            "stochastic",
+            "the model gives another answer when asked again",
+            "flag",
+            "lower",
+            "consistent",
+            _USES,
+        ),
+        Quantity(
+            "batch_dependent",
+            "the answer depends on the other samples of the batch",
+            "flag",
+            "lower",
+            "consistent",
+            _USES,
+        ),
+        Quantity(
+            "cache_hides",
+            "the inverse answers from a cache and is wrong without it",
+            "flag",
+            "lower",
+            "consistent",
+            _USES,
+        ),
+        Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
+        Quantity("samples", "samples", "count"),
+        Quantity("repeat_difference", "difference between two calls", "relative", "lower"),
+        Quantity("batch_difference", "difference between a batch and its half", "relative", "lower"),
+        Quantity("straight_error", "error of latents given back at once", "relative", "lower"),
+        Quantity("around_error", "error of latents given back later", "relative", "lower"),
+        Quantity("tolerance", "difference that counts", "relative"),
+        Quantity("log_det_spread", "difference between two log-determinants, per dimension", "nats/dim", "lower"),
+    )
 
-    def __init__(self, samples: int = 64, *, tolerance: float | None = None) -> None:
-        self.samples, self.tolerance = samples, tolerance
+    def __init__(self, samples: int = 64, *, tolerance: float | None = None, wrong: float | None = None) -> None:
+        self.samples, self.tolerance, self.wrong = samples, tolerance, wrong
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"wrong": task.relative}
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
@@ -76,11 +121,14 @@ class Consistency(Probe):
             "batch_dependent": not batch <= tolerance and repeat <= tolerance,
             "cached": math.isfinite(straight) and around > 1e-4 * tolerance and straight <= 1e-3 * around,
             "tolerance": tolerance,
+            "cache_hides": False,
             "log_det_spread": spread,
         }
         training = [name for name, module in subject.bijection.named_modules() if module.training]
         if training:
             notes.append(f"still in training mode after eval(): {', '.join(training[:3])}")
+        wrong = subject.half_digits if self.wrong is None else self.wrong
+        values["cache_hides"] = bool(values["cached"]) and not around <= wrong
         return Measurement(self.name, source.name, values=values, notes=tuple(notes))
 
     def _log_det_spread(self, twin: Subject, x: Tensor, context: Tensor | None) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.budget import Budget
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["ErrorMap"]
 
@@ -29,9 +30,19 @@ class ErrorMap(Probe):
     """
 
     name = "map"
+    scope = "data"
+    place = 90
+    quantities = (
+        Quantity("share_non_finite", "share of Inf/NaN", "share", "lower"),
+        Quantity("error", "relative error", "relative", "lower"),
+    )
 
     def __init__(self, points: int = 121, *, widen: float = 2.0) -> None:
         self.points, self.widen = points, widen
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {} if task.shape == (2,) and not task.conditional else None
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         if source.shape != (2,):

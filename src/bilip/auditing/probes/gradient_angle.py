@@ -10,19 +10,23 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.data import Batch, Source
 from bilip.errors import BilipError, InputError, NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 from bilip.reversible import Reversible, angle
 
 __all__ = ["GradientAngle"]
 
 Loss = Callable[[Tensor, Tensor | None], Tensor]
 Grads = dict[nn.Parameter, Tensor]
+
+
+_USES = ("reversible-gradients",)
 
 
 class GradientAngle(Probe):
@@ -51,6 +55,21 @@ class GradientAngle(Probe):
     """
 
     name = "gradient_angle"
+    scope = "data"
+    place = 92
+    quantities = (
+        Quantity(
+            "share_non_finite",
+            "share of batches whose memory-saving gradient is not finite while the stored one is",
+            "share",
+            "lower",
+            "non_finite",
+            _USES,
+        ),
+        Quantity("angle", "largest angle between memory-saving and stored gradients", "rad", "lower", "angle", _USES),
+        Quantity("batches", "batches", "count"),
+        Quantity("stored_non_finite", "batches without a finite stored gradient", "count"),
+    )
 
     def __init__(self, samples: int = 128, *, batch: int = 16, loss: Loss | None = None) -> None:
         for label, value in (("samples", samples), ("batch", batch)):
@@ -59,6 +78,10 @@ class GradientAngle(Probe):
         if loss is not None and not callable(loss):
             raise InputError(f"GradientAngle(loss={loss!r}): expected a function of z and log_det, or None.")
         self.samples, self.batch, self.loss = samples, batch, loss
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"samples": budget.gradients, "batch": min(32, budget.gradients)} if budget.gradients else None
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         bijection = subject.bijection

@@ -65,6 +65,11 @@ class LinearPart:
     def _inverse(self, z: Tensor) -> Tensor:
         return self.part.inverse(z.clone(), _rows(self.context, z))
 
+    @property
+    def moved(self) -> Tensor | None:
+        """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
+        return self._moved
+
     # ---- J
 
     def apply(self, v: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear import Linearized
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.rungs import LADDER, Rung, RungModel
 from bilip.auditing.round_trip import distances, norms
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Precision", "condition_numbers"]
 
@@ -58,12 +59,31 @@ class Precision(Probe):
     """
 
     name = "precision"
+    scope = "failing"
+    place = 60
+    quantities = (
+        Quantity("cure", "first precision in which all is well", "text"),
+        Quantity("own", "the model's own precision", "text"),
+        Quantity("lowest", "lowest precision in which all is well", "text"),
+        Quantity("samples", "samples", "count"),
+        Quantity("condition", "condition number", "", "lower"),
+        Quantity("share_non_finite", "share of Inf/NaN", "share", "lower"),
+        Quantity("error_median", "median relative error", "relative", "lower"),
+        Quantity("error_max", "largest relative error", "relative", "lower"),
+    )
 
     def __init__(self, samples: int = 64, *, seed: int = 0, condition_samples: int = 4) -> None:
         for label, value, least in (("samples", samples, 1), ("condition_samples", condition_samples, 0)):
             if not isinstance(value, int) or value < least:
                 raise InputError(f"Precision({label}={value!r}): expected a whole number, {least} or more.")
         self.samples, self.seed, self.condition_samples = samples, seed, condition_samples
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        if not budget.precision:
+            return None
+        condition = 1 if budget.precision < 64 else 4
+        return {"samples": budget.precision, "seed": task.seed, "condition_samples": condition}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)

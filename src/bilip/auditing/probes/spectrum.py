@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.probes.jacobian import push_many
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear import Linearized
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Extremes", "SingularValues", "Spectrum", "extremes", "jacobian", "singular_values"]
 
@@ -168,11 +169,25 @@ class Spectrum(Probe):
     """
 
     name = "spectrum"
+    scope = "source"
+    place = 70
+    quantities = (
+        Quantity("sigma_max", "largest singular value"),
+        Quantity("sigma_min", "smallest singular value"),
+        Quantity("condition", "condition number", "", "lower"),
+        Quantity("samples", "samples", "count"),
+        Quantity("method", "method", "text"),
+        Quantity("dimension", "dimension", "count"),
+    )
 
     def __init__(
         self, samples: int = 4, *, exact: int = 256, steps: int = 80, tolerance: float = 1e-3, seed: int = 0
     ) -> None:
         self.samples, self.exact, self.steps, self.tolerance, self.seed = samples, exact, steps, tolerance, seed
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"samples": budget.spectra, "exact": budget.exact, "steps": budget.steps, "seed": task.seed}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.auditing.probes.precision import condition_numbers
-from bilip.auditing.probes.probe import Probe
+from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import InputError, NotMeasured
-from bilip.record import Measurement
+from bilip.record import Measurement, Quantity
 
 __all__ = ["Trust", "TrustFlags", "trust_flags"]
 
@@ -160,6 +161,17 @@ class Trust(Probe):
     """
 
     name = "trust"
+    scope = "source"
+    place = 85
+    quantities = (
+        Quantity("share_trusted", "share of likelihoods that can be trusted", "share", "higher"),
+        Quantity("share_round_trip", "share that fails the round trip", "share", "lower"),
+        Quantity("share_log_det", "share whose log-determinants do not cancel", "share", "lower"),
+        Quantity("share_condition", "share that is too ill-conditioned", "share", "lower"),
+        Quantity("count", "samples", "count"),
+        Quantity("trusted_log_prob_median", "median log p, trusted", "nats"),
+        Quantity("untrusted_log_prob_median", "median log p, not trusted", "nats"),
+    )
 
     def __init__(
         self,
@@ -173,6 +185,10 @@ class Trust(Probe):
     ) -> None:
         self.limit, self.batch, self.keep = limit, batch, keep
         self.tolerance, self.log_det_tolerance, self.condition = tolerance, log_det_tolerance, condition
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"limit": 512 if budget.samples is not None else None, "batch": budget.batch}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         tally, total = _Tally(self.keep), min(source.count, self.limit or source.count)
