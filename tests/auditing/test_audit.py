@@ -18,12 +18,20 @@ from bilip.auditing.audit import BUDGETS
 from bilip.auditing.probes import Probe
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.errors import InputError
-from bilip.record import Histogram, Measurement
+from bilip.record import Measurement
 
 EPS = 2.0**-23
-LIMIT = math.sqrt(EPS)
 TINY = replace(
-    BUDGETS["quick"], samples=64, batch=32, noise=32, draws=32, walk=8, attack=1, attack_steps=3, precision=8
+    BUDGETS["quick"],
+    samples=64,
+    batch=32,
+    noise=64,
+    draws=64,
+    walk=8,
+    attack=1,
+    attack_steps=3,
+    precision=8,
+    bad_share=0.2,
 )
 
 
@@ -109,13 +117,11 @@ for change in sys.argv[1:]:
     before = switches()
     bilip.audit(bilip.models.real_nvp(2, blocks=1), torch.randn(4, 2), probes=[Look(), "precision"], budget="quick")
     assert switches() == before, (change, before, switches())
-    assert inside["cuda.matmul"] in ("ieee", "AttributeError"), inside
-    assert inside["mkldnn.matmul"] in ("ieee", "AttributeError"), inside
-    assert inside["matmul"] in ("False", "RuntimeError"), inside
+    assert inside == before, (change, before, inside)
 """
 
 
-def test_the_switches_of_torch_are_off_inside_and_put_back():
+def test_the_model_runs_under_the_users_own_switches():
     old = [
         "pass",
         "B.cuda.matmul.allow_tf32 = True",
@@ -183,12 +189,14 @@ def test_batch_sizes_do_not_change_verdicts(scale):
             x,
             ood=["uniform"],
             budget=replace(TINY, batch=batch),
-            probes=["consistency", "reconstruction", "log_det", "sampling", "trust"],
+            probes=["consistency", "reconstruction", "likelihood", "log_det", "sampling", "trust"],
         )
         found.append({use: (v.status, v.number, v.source) for use, v in record.verdicts.items()})
-        assert record.find("reconstruction", "data")[0]["count"] == 60
+        assert record.find("reconstruction", "data")[0]["count"] == (
+            60 if scale == "half_sigmoid" else 16
+        )  # decided early
     assert found[0] == found[1] == found[2]
-    assert found[0]["likelihood"][0] == ("safe" if scale == "half_sigmoid" else "unsafe")
+    assert found[0]["inversion"][0] == ("safe" if scale == "half_sigmoid" else "unsafe")
 
 
 # ---- memory
@@ -244,7 +252,7 @@ def test_contexts_travel_with_their_samples():
         assert record.verdicts[use].status == "safe", record.verdicts[use]
     assert not record.find("map")
     assert all(m.measured for m in record.measurements), [m for m in record.measurements if not m.measured]
-    assert record.find("sampling")[0]["count"] == 32
+    assert record.find("sampling")[0]["count"] == 50
 
 
 class Keyed(bilip.Bijection):
@@ -376,36 +384,42 @@ def test_ctrl_c():
 # ---- verdicts
 
 
-def reconstruction(source="x", *, count=10_000, nan=0, inf=0, failed=0, wrong=0, limit=LIMIT):
-    errors = (
-        [1e-7] * (count - nan - inf - failed - wrong) + [1.0] * wrong + [math.nan] * (nan + failed) + [math.inf] * inf
-    )
-    shares = {"nan": nan, "inf": inf, "failed": failed, "wrong": wrong}
-    values = {f"share_{k}": v / count for k, v in shares.items()} | {"wrong_limit": limit, "eps": EPS, "count": count}
-    return Measurement("reconstruction", source, values=values, histograms={"relative": Histogram.of(errors)})
+def counted(probe, source="x", *, bad=0, count=10_000, look=1, **values):
+    known = {"count": count, "bad": bad, "share_bad": bad / count, "look": look}
+    return Measurement(probe, source, values=known | values)
 
 
-def log_det(source="x", *, wrong=0, error=1e-6, samples=4, size=1e-6, count=10_000):
-    histogram = Histogram.of([1e-6] * (count - wrong) + [size] * wrong)
-    values = {"slogdet_samples": samples, "slogdet_error_max": error}
-    return Measurement("log_det", source, values=values, histograms={"antisymmetry": histogram})
+def reconstruction(source="x", **values):
+    return counted("reconstruction", source, **values)
+
+
+def likelihood(source="x", **values):
+    return counted("likelihood", source, unknown=values.pop("unknown", 0), **values)
+
+
+def log_det(source="x", *, error=1e-6, uncertainty=0.0, samples=4, notes=()):
+    values = {
+        "slogdet_samples": samples,
+        "slogdet_error_max": error,
+        "slogdet_error_max_uncertainty": uncertainty,
+        "claimed": 2.0,
+        "measured": 1.0,
+    }
+    return Measurement("log_det", source, values=values, notes=notes)
 
 
 def consistency(**flags):
-    values = {"stochastic": False, "batch_dependent": False, "cached": False, "around_error": 0.0}
+    values = {"stochastic": False, "batch_dependent": False, "cached": False, "cache_hides": False}
     return Measurement("consistency", "x", values=values | flags)
 
 
-def sampling(*, non_finite=0.0, wrong=0, count=10_000, bits=(3.0, 3.0)):
-    values = {"share_non_finite": non_finite, "sample_bits_median": bits[0], "data_bits_median": bits[1]}
-    histogram = Histogram.of([1e-7] * (count - wrong) + [1.0] * wrong)
-    return Measurement("sampling", "base", values=values, histograms={"reencode_relative": histogram})
+def sampling(**values):
+    return counted("sampling", "base", bits_gap=values.pop("bits_gap", 0.0), **values)
 
 
-def blame(**values):
-    rows = ({"block": "7", "condition": values.pop("condition", 1e9)},)
-    known = {"guilty": "", "guilty_kind": "", "why": "", "guilty_log_det": ""}
-    return Measurement("blame", "x", values=known | values, rows=rows)
+def blame(source="x", **values):
+    known = {"guilty": "", "guilty_kind": "", "why": "", "guilty_log_det": "", "broken_weight": "", "cause": ""}
+    return Measurement("blame", source, values=known | values)
 
 
 def verdict(*measurements, use="likelihood", thresholds=None, ood=False):
@@ -421,32 +435,32 @@ NEXT = math.nextafter(1e-3, 1)
 @pytest.mark.parametrize(
     ("measurements", "status", "number"),
     [
-        ([reconstruction(), log_det()], "safe", ""),
-        ([reconstruction(nan=1), log_det()], "unsafe", "non-finite reconstructions"),
-        ([reconstruction(inf=1), log_det()], "unsafe", "non-finite reconstructions"),
-        ([reconstruction(failed=1), log_det()], "unsafe", "non-finite reconstructions"),
-        ([reconstruction(wrong=10), log_det()], "safe", "relative errors above 3.5e-04"),
-        ([reconstruction(wrong=11), log_det()], "unsafe", "relative errors above 3.5e-04"),
-        ([reconstruction(), log_det(wrong=10, size=1.0)], "safe", "log-determinants that do not cancel"),
-        ([reconstruction(), log_det(wrong=11, size=1.0)], "unsafe", "log-determinants that do not cancel"),
-        ([reconstruction(), log_det(wrong=11, size=1e-3)], "safe", ""),
-        ([reconstruction(), log_det(wrong=11, size=1.07e-3)], "unsafe", "log-determinants that do not cancel"),
-        ([reconstruction(), log_det(wrong=11, size=math.nan)], "unsafe", "log-determinants that do not cancel"),
-        ([reconstruction(), log_det(error=1e-3)], "safe", "log-determinant against slogdet"),
-        ([reconstruction(), log_det(error=NEXT)], "unsafe", "log-determinant against slogdet"),
-        ([reconstruction(), log_det(error=math.nan)], "unsafe", "log-determinant against slogdet"),
-        ([reconstruction(), log_det(error=math.nan, samples=0)], "not-measured", ""),
-        ([reconstruction(), log_det(), consistency(stochastic=True)], "unsafe", "stochastic"),
-        ([reconstruction(), log_det(), consistency(batch_dependent=True)], "unsafe", "batch_dependent"),
-        ([reconstruction(), log_det(), consistency(cached=True, around_error=LIMIT)], "safe", ""),
-        ([reconstruction(), log_det(), consistency(cached=True, around_error=1.01 * LIMIT)], "unsafe", "cached"),
-        ([reconstruction(), log_det(), consistency(cached=True, around_error=math.nan)], "unsafe", "cached"),
-        ([reconstruction()], "not-measured", ""),
+        ([likelihood(), log_det()], "safe", ""),
+        ([likelihood(bad=30), log_det()], "unsafe", "share_bad"),
+        ([likelihood(bad=10), log_det()], "not-measured", "share_bad"),  # 0.1 % of 10,000: borderline
+        ([likelihood(bad=1), log_det()], "safe", ""),
+        ([likelihood(count=100), log_det()], "not-measured", "share_bad"),  # too few to exclude 0.1 %
+        ([likelihood(count=100, bad=50), log_det()], "unsafe", "share_bad"),
+        ([likelihood(unknown=40), log_det()], "not-measured", "share_bad"),
+        ([likelihood(bad=60, unknown=40), log_det()], "unsafe", "share_bad"),
+        ([likelihood(), log_det(error=1e-3)], "safe", "slogdet_error_max"),
+        ([likelihood(), log_det(error=NEXT)], "unsafe", "slogdet_error_max"),
+        ([likelihood(), log_det(error=math.nan)], "unsafe", "slogdet_error_max"),
+        ([likelihood(), log_det(error=5e-3, uncertainty=0.1)], "not-measured", "slogdet_error_max"),
+        ([likelihood(), log_det(error=0.0, uncertainty=2e-3)], "not-measured", "slogdet_error_max"),
+        ([likelihood(), log_det(error=0.5, uncertainty=0.1)], "unsafe", "slogdet_error_max"),
+        ([likelihood(), log_det(error=math.nan, samples=0)], "not-measured", ""),
+        ([likelihood(), log_det(), consistency(stochastic=True)], "unsafe", "stochastic"),
+        ([likelihood(), log_det(), consistency(batch_dependent=True)], "unsafe", "batch_dependent"),
+        ([likelihood(), log_det(), consistency(cached=True)], "safe", ""),
+        ([likelihood(), log_det(), consistency(cached=True, cache_hides=True)], "unsafe", "cache_hides"),
+        ([likelihood()], "not-measured", ""),
         ([log_det()], "not-measured", ""),
         ([], "not-measured", ""),
-        ([reconstruction(wrong=11)], "unsafe", "relative errors above 3.5e-04"),
-        ([log_det(error=1.0)], "unsafe", "log-determinant against slogdet"),
-        ([reconstruction("other", nan=5), reconstruction(), log_det()], "safe", ""),
+        ([likelihood(bad=5000)], "unsafe", "share_bad"),
+        ([log_det(error=1.0)], "unsafe", "slogdet_error_max"),
+        ([likelihood("other", bad=5000), likelihood(), log_det()], "safe", ""),
+        ([reconstruction(bad=5000), likelihood(), log_det()], "safe", ""),  # a likelihood needs no inverse
     ],
 )
 @pytest.mark.parametrize("ood", [False, True])
@@ -455,118 +469,134 @@ def test_rules_of_likelihood(measurements, status, number, ood):
     assert found.status == status
     if number:
         assert found.number == number
-        assert found.source == "x"
+        assert found.quantity is not None
     assert bool(found.remedy) == (status == "unsafe")
-    if status != "not-measured":
-        assert (found.value <= found.limit) == (status == "safe")
     other = verdict(*measurements, use="likelihood" if ood else "ood-likelihood", ood=ood)
     assert other.status == "not-measured"
     assert "there is no" in other.reason
 
 
 @pytest.mark.parametrize(
-    ("measurement", "status", "number"),
+    ("measurement", "status"),
     [
-        (sampling(), "safe", ""),
-        (sampling(non_finite=1e-4), "unsafe", "non-finite samples"),
-        (sampling(wrong=10), "safe", "samples that are not re-encoded"),
-        (sampling(wrong=11), "unsafe", "samples that are not re-encoded"),
-        (sampling(bits=(9.0, 3.0)), "safe", ""),
-        (Measurement("sampling", "x", reason="the model has no base distribution"), "not-measured", ""),
+        (sampling(), "safe"),
+        (sampling(bad=40), "unsafe"),
+        (sampling(bits_gap=6.0), "safe"),
+        (Measurement("sampling", "x", reason="the model has no base distribution"), "not-measured"),
     ],
 )
-def test_rules_of_sampling(measurement, status, number):
+def test_rules_of_sampling(measurement, status):
     found = verdict(measurement, use="sampling")
     assert found.status == status
-    assert not number or found.number == number
     if status == "not-measured":
         assert found.reason == "the model has no base distribution"
-    assert verdict(measurement, consistency(stochastic=True), use="sampling").status == (
-        "unsafe" if measurement.measured else "not-measured"
-    )
+    assert verdict(measurement, consistency(stochastic=True), use="sampling").status == "unsafe"
+
+
+def test_inversion_is_judged_on_data_and_says_where_it_fails_elsewhere():
+    sources = [{"name": "x", "role": "data"}, {"name": "noise", "role": "ood"}]
+    measured = [reconstruction(), reconstruction("noise", bad=10_000), consistency()]
+    found = judge(measured, sources, Thresholds(), EPS)["inversion"]
+    assert found.status == "safe"
+    assert "100 % of noise" in found.reason
+    found = judge([reconstruction(bad=10_000), consistency()], sources, Thresholds(), EPS)["inversion"]
+    assert found.status == "unsafe"
+    assert found.interval[0] > 0.99
 
 
 @pytest.mark.parametrize(
     ("thresholds", "measurements", "use", "status"),
     [
-        (Thresholds(relative=2.0), [reconstruction(wrong=500), log_det()], "likelihood", "safe"),
-        (Thresholds(relative=0.5), [reconstruction(wrong=500), log_det()], "likelihood", "unsafe"),
-        (Thresholds(relative=1e-8), [reconstruction(), log_det()], "likelihood", "unsafe"),
-        (Thresholds(share=0.95), [reconstruction(wrong=500), log_det()], "likelihood", "safe"),
-        (Thresholds(share=0.9501), [reconstruction(wrong=500), log_det()], "likelihood", "unsafe"),
-        (Thresholds(share=1.0), [reconstruction(wrong=1), log_det()], "likelihood", "unsafe"),
-        (Thresholds(non_finite=0.001), [reconstruction(nan=10), log_det()], "likelihood", "safe"),
-        (Thresholds(non_finite=0.0009), [reconstruction(nan=10), log_det()], "likelihood", "unsafe"),
-        (Thresholds(log_det=1e-7), [reconstruction(), log_det()], "likelihood", "unsafe"),
-        (Thresholds(log_det=0.1), [reconstruction(), log_det(error=0.05)], "likelihood", "safe"),
-        (Thresholds(sample_gap=1.0), [sampling(bits=(3.9, 3.0))], "sampling", "safe"),
-        (Thresholds(sample_gap=1.0), [sampling(bits=(4.1, 3.0))], "sampling", "unsafe"),
-        (Thresholds(sample_gap=1.0), [sampling(bits=(math.nan, 3.0))], "sampling", "unsafe"),
+        (Thresholds(share=0.9), [likelihood(bad=500), log_det()], "likelihood", "safe"),
+        (Thresholds(bad_share=0.1), [likelihood(bad=500), log_det()], "likelihood", "safe"),
+        (Thresholds(share=0.96), [likelihood(bad=500), log_det()], "likelihood", "unsafe"),
+        (Thresholds(share=1.0), [likelihood(bad=1), log_det()], "likelihood", "unsafe"),
+        (Thresholds(share=1.0), [likelihood(), log_det()], "likelihood", "safe"),
+        (Thresholds(log_det=1e-7), [likelihood(), log_det()], "likelihood", "unsafe"),
+        (Thresholds(log_det=0.1), [likelihood(), log_det(error=0.05)], "likelihood", "safe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits_gap=0.9)], "sampling", "safe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits_gap=1.1)], "sampling", "unsafe"),
+        (Thresholds(sample_gap=1.0), [sampling(bits_gap=math.nan)], "sampling", "unsafe"),
     ],
 )
 def test_the_users_thresholds_decide(thresholds, measurements, use, status):
     assert verdict(*measurements, use=use, thresholds=thresholds).status == status
 
 
+def test_a_relative_limit_of_float64_is_that_of_float32():
+    """What a user can bear does not shrink when a model is converted."""
+    assert Thresholds().limit(2.0**-52) == Thresholds().limit(2.0**-23)
+    assert Thresholds().limit(2.0**-7) > Thresholds().limit(2.0**-23)
+
+
 def test_missing_log_determinants_are_said_to_be_missing():
     missing = Measurement("log_det", "x", reason="the model states no log-determinant")
-    found = verdict(reconstruction(), missing)
+    found = verdict(likelihood(), missing)
     assert (found.status, found.reason) == ("not-measured", "the model states no log-determinant")
-    assert verdict(log_det()).reason == "reconstruction was not measured on x"
-    assert verdict(reconstruction()).reason == "log_det was not probed"
-    assert "not held against the Jacobian" in verdict(reconstruction(), log_det(samples=0)).reason
-    found = judge([reconstruction(), log_det()], [{"name": "x", "role": "data"}], Thresholds(), EPS)["likelihood"]
+    assert verdict(log_det()).reason == "likelihood was not probed"
+    assert verdict(likelihood()).reason == "log_det was not probed"
+    assert "not held against the Jacobian" in verdict(likelihood(), log_det(samples=0, error=math.nan)).reason
+    found = judge([likelihood(), log_det()], [{"name": "x", "role": "data"}], Thresholds(), EPS)["likelihood"]
     assert (found.status, "consistency" in found.reason) == ("not-measured", True)
 
 
-WRONG = reconstruction(wrong=5000)
-RETRAIN = "Retrain with blocks that stay stable"
+WRONG = reconstruction(bad=5000)
 
 
 @pytest.mark.parametrize(
-    ("measurements", "says"),
+    ("use", "measurements", "says"),
     [
-        ([consistency(stochastic=True)], ["Remove dropout"]),
-        ([consistency(batch_dependent=True)], ["Use running statistics"]),
-        ([consistency(cached=True, around_error=1.0)], ["Switch the cache off"]),
-        ([reconstruction(), log_det(error=1.0)], ["Check the sign and the sum over dimensions"]),
-        ([log_det(error=1.0), blame(guilty_log_det="3")], ["Check the sign", "Block 3 claims a log-determinant"]),
-        ([WRONG], [RETRAIN]),
-        ([WRONG, blame(guilty="7", guilty_kind="Exp", why="it grows")], ["Look at block 7 (Exp): it grows.", RETRAIN]),
+        ("inversion", [consistency(stochastic=True)], ["Remove dropout"]),
+        ("inversion", [consistency(batch_dependent=True)], ["Use running statistics"]),
+        ("inversion", [consistency(cached=True, cache_hides=True)], ["Switch the cache off"]),
+        ("likelihood", [likelihood(), log_det(error=1.0)], ["is 2, that of the Jacobian 1", "Check the sign"]),
+        ("likelihood", [log_det(error=1.0), blame(guilty_log_det="3")], ["Block 3 claims"]),
+        ("inversion", [WRONG, blame()], ["No block stands out"]),
         (
-            [WRONG, blame(guilty="7", guilty_kind="Mine", why="its own round trip is off by 1", condition=2.0)],
-            ["Look at block 7 (Mine)", "Its Jacobian is harmless", "a bug"],
+            "inversion",
+            [WRONG, blame(broken_weight="net.0.weight (3 of 64 entries are NaN)")],
+            ["net.0.weight (3 of 64"],
         ),
         (
-            [WRONG, blame(guilty="7", guilty_kind="Mine", why="its own round trip is off by 1", condition=1e9)],
-            ["Look at block 7 (Mine)", RETRAIN],
+            "inversion",
+            [WRONG, blame(guilty="7", guilty_kind="Exp", why="it grows")],
+            ["Look at block 7 (Exp): it grows."],
         ),
+        ("inversion", [WRONG, blame(guilty="7", guilty_kind="Mine", why="off", cause="bug")], ["a bug"]),
+        ("inversion", [reconstruction(bad=5000, float64_tried=512, float64_bad=0)], ["in float64 0 of 10,000 fail"]),
+        ("inversion", [reconstruction(bad=5000, float64_tried=512, float64_bad=512)], ["More bits do not cure it"]),
         (
-            [WRONG, Measurement("precision", "x", values={"cure": "float64", "own": "float32"})],
-            ["evaluate it in float64"],
+            "inversion",
+            [reconstruction(bad=5000, failure="InputOutsideDomain in rational_quadratic.py")],
+            ["A spline without tails"],
         ),
+        ("sampling", [sampling(bad=100, out_of_range=100, wrong=0, largest=3e22, data_largest=46.0)], ["3e+22", "46"]),
+        ("inversion", [WRONG, blame(guilty="2", guilty_kind="iResBlock", why="off")], ["Its inverse iterates"]),
         (
-            [WRONG, Measurement("precision", "x", values={"cure": "none", "own": "float32"})],
-            ["More bits do not cure it"],
+            "inversion",
+            [WRONG, blame(guilty="2", guilty_kind="PiecewiseRationalQuadratic", why="x")],
+            ["wider tail bound"],
         ),
-        ([WRONG, Measurement("precision", "x", values={"cure": "float32", "own": "float32"})], [RETRAIN]),
     ],
 )
-def test_remedies(measurements, says):
-    found = verdict(*measurements)
+def test_remedies(use, measurements, says):
+    found = verdict(*measurements, use=use)
     assert found.status == "unsafe"
     for sentence in says:
         assert sentence in found.remedy
-    if "a bug" in says or "Check" in says[0]:
-        assert RETRAIN not in found.remedy
-    if says == [RETRAIN]:
-        assert found.remedy.startswith(RETRAIN)
+    if use != "reversible-gradients":  # docs/regularizers.md: a penalty on data does not reach other input
+        assert "add a" not in found.remedy
+    if "a bug" not in says:
+        assert "a bug" not in found.remedy
 
 
 def test_sentences_hold_the_number_and_its_limit():
-    assert verdict(WRONG, log_det()).reason == (
-        "50 % of x came back with a relative error above 3.5e-04 (at most 0.1 % allowed)."
+    found = verdict(WRONG, use="inversion")
+    assert found.reason == (
+        "Share that does not come back on x: 5,000 of 10,000, 49 % to 51 % with 99 % confidence (0.1 % allowed)."
     )
-    assert verdict(reconstruction(), log_det(error=0.5)).reason == (
-        "0.5 nats per dimension between the claimed log-determinant and slogdet of the Jacobian on x (at most 0.001 allowed)."
+    assert verdict(likelihood(), log_det(error=0.5)).reason == (
+        "Nats per dimension between the claimed log-determinant and that of the Jacobian on x: 0.5 (at most 0.001 allowed)."
     )
+    assert "Borderline" in verdict(likelihood(bad=10), log_det()).reason
+    assert "too few samples to exclude 0.1 %" in verdict(likelihood(count=100), log_det()).reason

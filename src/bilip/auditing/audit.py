@@ -96,8 +96,11 @@ def audit(
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
             subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
+        main = next((s for s in streams if s.role == "data"), streams[0])
         plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
         for k, (probe, stream) in enumerate(plan):
+            if probe.scope == "failing" and probe.only_failing and stream is not main and stream.name not in failing:
+                continue
             text = f"{probe.name} on {stream.name}"
             probe.progress = lambda share, k=k, text=text: show(text, (k + share) / len(plan))
             if stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,19 +179,21 @@ class Subject:
         Samples outside the domain of a model are refused where they are data (`strict`); out of distribution they are a finding.
         """
         shape = tuple(x.shape)
-        outcome = self._first(
-            "forward", self.forward, x, context, f"{where}: {self.name} takes no batch of shape {shape}"
-        )
+        complaint = f"{where}: {self.name} takes no batch of shape {shape}"
+        outcome = self._first("forward", self.forward, x, context, complaint, strict=strict)
+        if bool(outcome.failed.all()):
+            return
         if math.prod(outcome.value.shape) == 0 or len(outcome.value) != len(x):
             raise InputError(
                 f"{where}: {self.name} turned a batch of shape {shape} into {tuple(outcome.value.shape)}; "
                 "expected one latent for each sample."
             )
-        self._first(
-            "inverse", self.inverse, outcome.value, context, f"{where}: the inverse of {self.name} does not work"
-        )
+        complaint = f"{where}: the inverse of {self.name} does not work"
+        self._first("inverse", self.inverse, outcome.value, context, complaint, strict=strict)
 
-    def _first(self, what: str, call: Any, x: Tensor, context: Tensor | None, complaint: str) -> Outcome:
+    def _first(
+        self, what: str, call: Any, x: Tensor, context: Tensor | None, complaint: str, *, strict: bool
+    ) -> Outcome:
         try:
             outcome: Outcome = call(x, context)
         except BilipError as error:
@@ -198,9 +201,50 @@ class Subject:
         except NotImplementedError as error:
             raise InputError(f"{complaint}: NotImplementedError {error}".rstrip() + ".") from error
         fatal = ("TypeError", "KeyError", "AttributeError", "InverseNotAvailable", "RuntimeError")
-        if bool(outcome.failed.all()) and (what == "forward" or outcome.message.split(":")[0] in fatal):
-            raise InputError(f"{complaint}: {outcome.message[:300]}")
+        if not bool(outcome.failed.all()):
+            return outcome
+        said = outcome.message[:300]
+        if "domain" in said.lower():  # nflows' InputOutsideDomain, and others that say so
+            if not strict:
+                return outcome
+            low, high = float(x.min()), float(x.max())
+            raise InputError(
+                f"{complaint}: its values, from {low:.3g} to {high:.3g}, lie outside the domain of the model. A spline without tails "
+                f"takes values inside its interval alone: scale the data into it, or build it with linear tails. The model said: {said}"
+            )
+        short = re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", said)
+        if context is None and (wants_context(self.bijection) or (short and int(short[2]) > int(short[1]))):
+            raise InputError(
+                f"{complaint} without a context: it seems to be conditional. Pass (x, context). The model said: {said}"
+            )
+        if what == "forward" or outcome.message.split(":")[0] in fatal:
+            raise InputError(f"{complaint}: {said}")
         return outcome
+
+
+def wants_context(module: nn.Module) -> bool:
+    """Whether a model seems to be conditional: a part of it states how large a context is.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> wants_context(real_nvp(2, context=3)), wants_context(real_nvp(2))
+        (True, False)
+    """
+    names = (
+        "context",
+        "context_features",
+        "context_channels",
+        "context_size",
+        "context_shape",
+        "condition_length",
+        "dims_c",
+    )
+    for part in module.modules():
+        for name in names:
+            value = vars(part).get(name)
+            if value and not callable(value) and not isinstance(value, (str, Tensor)):
+                return True
+    return False
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -285,7 +285,7 @@ def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[st
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.3g} %"
 
 
 def _capital(text: str) -> str:

@@ -184,11 +184,10 @@ class Attack(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return (
-            {"samples": budget.attack, "steps": budget.attack_steps, "bits": task.bits, "seed": task.seed}
-            if budget.attack
-            else None
-        )
+        if not budget.attack:
+            return None
+        samples = max(1, budget.attack // 2) if task.large else budget.attack
+        return {"samples": samples, "steps": budget.attack_steps, "bits": task.bits, "seed": task.seed}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         result = self._search(subject, source)

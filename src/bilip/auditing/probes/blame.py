@@ -36,7 +36,9 @@ class Blame(Probe):
     *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's
     own Jacobian, in float64 at a few samples, and its log-determinant against slogdet for up to 64 dimensions.
 
-    The guilty block is the one whose own round trip is wrong; if there is none, the one whose inverse makes the error grow most.
+    In an audit it walks the samples that fail. The guilty block is the one whose own round trip is wrong; if there is none, the one
+    whose inverse makes the error grow by 10 or more and three times as much as the median block. Where none stands out, none is named.
+    Weights that are not finite are named before anything else.
 
     Args:
         samples: Samples walked through the model.
@@ -60,6 +62,8 @@ class Blame(Probe):
         Quantity("why", "why", "text"),
         Quantity("first_non_finite", "first block that is not finite", "text"),
         Quantity("guilty_log_det", "block with a wrong log-determinant", "text"),
+        Quantity("cause", "rounding, solver or bug", "text"),
+        Quantity("local_float64", "largest error of the block's own round trip in float64", "relative", "lower"),
         Quantity("broken_weight", "parameter that is not finite", "text"),
         Quantity("block", "block", "text"),
         Quantity("kind", "kind", "text"),
@@ -79,12 +83,13 @@ class Blame(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": budget.walk, "spectra": min(2, budget.spectra)}
+        return {"samples": budget.walk, "spectra": min(1 if task.large else 2, budget.spectra)}
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=subject.dtype, device=subject.device)))
         parts, context, notes = subject.parts, batch.context, []
+        broken = broken_weight(subject)
         stored = [batch.x]
         for _, part in parts:
             stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
@@ -105,7 +110,7 @@ class Blame(Probe):
         grown = [
             (a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)
         ]  # without what is born in the block
-        wrong = ~(carried[0] <= math.sqrt(subject.eps))
+        wrong = ~(carried[0] <= subject.half_digits)
         chosen = wrong if bool(wrong.any()) else ~wrong
         rows: list[dict] = []
         for k, (name, part) in enumerate(parts):
@@ -127,7 +132,8 @@ class Blame(Probe):
         values = {
             "samples": len(batch.x),
             "wrong": int(wrong.sum()),
-            **_judge(rows, subject.eps, math.prod(source.shape)),
+            "broken_weight": broken,
+            **_judge(rows, subject.half_digits, subject.eps, math.prod(source.shape), dict(parts)),
         }
         return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
 
@@ -151,6 +157,8 @@ class Blame(Probe):
                     notes.append(f"block {name} gives numbers that are not finite even in float64")
                     break
                 found[k] = _LocalState() if part.rearranges else _look(linear)
+                back = run_guarded(part.inverse, linear.z.clone(), given).value
+                found[k].local_float64 = _largest(distances(linear.x, back).relative)
             except NotMeasured as why:
                 notes.append(str(why))
             except Exception as error:  # a foreign block may raise anything
@@ -167,6 +175,18 @@ class _LocalState:
     sigma_max: float = math.nan
     condition: float = math.nan
     log_det_error: float = math.nan
+    local_float64: float = math.nan
+
+
+def broken_weight(subject: Subject) -> str:
+    """The first parameter or buffer that holds NaN or Inf, and how many; empty if all are finite."""
+    for name, value in subject.bijection.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            lost = int((~torch.isfinite(value)).sum())
+            if lost:
+                what = "NaN" if bool(torch.isnan(value).any()) else "Inf"
+                return f"{name} ({lost:,} of {value.numel():,} entries are {what})"
+    return ""
 
 
 def kind_of(part: Bijection) -> str:
@@ -200,9 +220,8 @@ def _look(linear: LinearPart) -> _LocalState:
     return state
 
 
-def _judge(rows: list[dict], eps: float, size: int) -> dict[str, str]:
-    """Who is guilty, and why."""
-    limit = math.sqrt(eps)
+def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:
+    """Who is guilty, why, and whether it is a bug, a solver that stops early, or rounding."""
     broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the walk: there, and back
     broken += [row for row in reversed(rows) if row["share_non_finite"] > 0]
     first = broken[0]["block"] if broken else ""
@@ -211,23 +230,48 @@ def _judge(rows: list[dict], eps: float, size: int) -> dict[str, str]:
     by_local = sorted(rows, key=lambda r: _or(r["local_median"], math.inf), reverse=True)
     worst, second = by_local[0], by_local[1]["local_median"] if len(by_local) > 1 else 0.0
     local = _or(worst["local_median"], math.inf)
-    guilty, why = None, ""
-    if local > limit or (local > 1e3 * eps and local > 30 * _or(second, 0.0)):
+    guilty, why, cause = None, "", ""
+    if local > limit or (local > 1e3 * eps and local > 30 * _or(second, 0.0) and rows[0]["carried_max"] > limit):
         guilty, why = worst, f"its own round trip is off by {local:.1e}"
+        cause = _cause(worst, limit, parts[worst["block"]])
+        if cause == "rounding" and math.isfinite(worst["condition"]):
+            why += f", with condition number {worst['condition']:.1e} at the failing samples"
     elif rows[0]["carried_max"] > limit or broken:
-        growing = [row for row in rows if row["gain"] > 1]
+        gains = sorted(row["gain"] for row in rows if row["gain"] > 0)
+        usual = gains[len(gains) // 2] if gains else 0.0
+        growing = [row for row in rows if row["gain"] >= 10 and (len(rows) == 1 or row["gain"] >= 3 * usual)]
         guilty = max(growing, key=lambda r: r["gain"]) if growing else (broken[0] if broken else None)
-        if guilty is not None:
-            why = f"its inverse makes the error grow {guilty['gain']:.2g}-fold, more than any other block"
+        if guilty is not None and growing:
+            why, cause = (
+                f"its inverse makes the error grow {guilty['gain']:.2g}-fold, more than any other block",
+                "rounding",
+            )
+        elif guilty is not None:
+            why, cause = "it is the first whose output is not finite", "rounding"
     elif liar is not None:
         guilty, why = liar, f"its log-determinant is off by {liar['log_det_error']:.2g}"
     return {
         "guilty": guilty["block"] if guilty else "",
         "guilty_kind": guilty["kind"] if guilty else "",
         "why": why,
+        "cause": cause,
         "first_non_finite": first,
         "guilty_log_det": liar["block"] if liar else "",
     }
+
+
+def _cause(row: dict, limit: float, part: Bijection) -> str:
+    """A block whose own round trip is wrong: in float64 as well, and not for its condition? Then it is no rounding."""
+    again = row["local_float64"]
+    if math.isnan(again) or again <= limit or row["share_non_finite"] > 0 or row["forward_non_finite"] > 0:
+        return "rounding"
+    if not row["condition"] * torch.finfo(torch.float64).eps * 1e3 < again:
+        return "rounding"
+    kind = row["kind"].lower()
+    iterates = not getattr(part, "closed_form", True) or any(
+        word in kind for word in ("resblock", "residual", "ode", "cnf")
+    )
+    return "solver" if iterates else "bug"
 
 
 def _median(values: Tensor) -> float:

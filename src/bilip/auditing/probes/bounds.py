@@ -29,6 +29,7 @@ class Bounds(Probe):
     Args:
         samples: Samples at which gains are measured.
         limit: Samples that span the hull.
+        steps: Lanczos steps for the gains.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -51,12 +52,12 @@ class Bounds(Probe):
         Quantity("first_beyond_precision", "first block beyond precision", "text"),
     )
 
-    def __init__(self, samples: int = 4, *, limit: int = 4096) -> None:
-        self.samples, self.limit = samples, limit
+    def __init__(self, samples: int = 4, *, limit: int = 4096, steps: int = 12) -> None:
+        self.samples, self.limit, self.steps = samples, limit, steps
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": min(4, budget.spectra)}
+        return {"samples": 1 if task.large else min(4, budget.spectra), "steps": 6 if task.large else 12}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         low, high, contexts = None, None, []
@@ -102,7 +103,7 @@ class Bounds(Probe):
     def _measured(self, subject: Subject, source: Source) -> dict[str, float]:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))
         try:
-            found = extremes(subject, batch.x, batch.context, steps=12)
+            found = extremes(subject, batch.x, batch.context, steps=self.steps)
         except NotMeasured:
             return {"measured_log10_forward": math.nan, "measured_log10_inverse": math.nan}
         forward, inverse = float(found.sigma_max.max()), float(found.sigma_min.min())

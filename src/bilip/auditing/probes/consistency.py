@@ -84,7 +84,7 @@ class Consistency(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"wrong": task.relative}
+        return {"samples": 16 if task.large else 64, "wrong": task.relative}
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import Outcome
-from bilip.auditing.probes.lanczos import mean_log_singular_value
+from bilip.auditing.probes.lanczos import largest_singular_value, mean_log_brackets
 from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
@@ -45,7 +45,7 @@ class LogDet(Probe):
     the same error in both. So the claim of the float64 copy is held against the sum of the blocks' slogdets at the stored activations,
     in float64: at a few points, exactly, up to `exact` dimensions, and beyond for blocks whose Jacobian is diagonal, a matrix for each
     pixel, or a coupling's triangle. Elsewhere it is estimated by stochastic Lanczos quadrature, with a stated uncertainty that holds
-    the spread over directions and what the last half of the steps changed; an uncertainty wider than the limit decides nothing.
+    the spread over directions and the gap between quadratures from above and from below; wider than the limit, it decides nothing.
 
     A log-determinant that is itself an estimate is averaged over 16 draws, and four standard errors are part of the uncertainty.
 
@@ -209,12 +209,12 @@ def _reference(subject: Subject, x: Tensor, context: Tensor | None, exact: int, 
     size = x[0].numel()
     at = Linearized(subject, x.expand(8, *x.shape[1:]).clone(), _repeat(context, 8))
     start = torch.randn(8, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x.device)
-    found, half = (mean_log_singular_value(at.apply, at.adjoint, start, steps=k) for k in (steps, max(1, steps // 2)))
-    if not bool(torch.isfinite(found).all()):
+    # Lanczos finds the smallest singular value from above: a quarter of it is taken for the end of the spectrum.
+    smallest = 0.25 / largest_singular_value(at.solve, at.solve_adjoint, start[:1].expand(8, -1), steps=steps).value
+    low, high = mean_log_brackets(at.apply, at.adjoint, start, smallest, steps=steps)
+    if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise NotMeasured("the Jacobian is too ill-conditioned for an estimate of its log-determinant")
-    # The quadrature converges from one side and slowly where the condition is bad: what the last half of the steps changed bounds
-    # what is still missing only where it converges at least linearly, so it counts threefold.
-    bias = 3 * float((found - half).mean().abs())
+    found, bias = (low + high) / 2, float((high - low).mean()) / 2
     error = size * (_SIGMAS * float(found.std()) / math.sqrt(8) + bias)
     return Estimate(size * float(found.mean()), error, "estimate")
 
@@ -270,6 +270,8 @@ def _structured(part: LinearPart) -> float | None:
 
     What the structure predicts for a random direction is compared with the product itself, so that nothing is taken on trust.
     """
+    if isinstance(part.part, OnKept) and part.part.block.rearranges:
+        return 0.0
     size = part.x[0].numel()
     v = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(part.x.device)
     moved = part.moved

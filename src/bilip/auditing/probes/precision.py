@@ -48,6 +48,7 @@ class Precision(Probe):
         samples: Number of samples.
         seed: Seed of the search for the condition number.
         condition_samples: Samples whose condition number is measured; 0 for none.
+        steps: Lanczos steps for it.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -60,6 +61,7 @@ class Precision(Probe):
 
     name = "precision"
     scope = "failing"
+    only_failing = True
     place = 60
     quantities = (
         Quantity("cure", "first precision in which all is well", "text"),
@@ -72,18 +74,22 @@ class Precision(Probe):
         Quantity("error_max", "largest relative error", "relative", "lower"),
     )
 
-    def __init__(self, samples: int = 64, *, seed: int = 0, condition_samples: int = 4) -> None:
+    def __init__(self, samples: int = 64, *, seed: int = 0, condition_samples: int = 4, steps: int = 30) -> None:
         for label, value, least in (("samples", samples, 1), ("condition_samples", condition_samples, 0)):
             if not isinstance(value, int) or value < least:
                 raise InputError(f"Precision({label}={value!r}): expected a whole number, {least} or more.")
-        self.samples, self.seed, self.condition_samples = samples, seed, condition_samples
+        self.samples, self.seed, self.condition_samples, self.steps = samples, seed, condition_samples, steps
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
         if not budget.precision:
             return None
-        condition = 1 if budget.precision < 64 else 4
-        return {"samples": budget.precision, "seed": task.seed, "condition_samples": condition}
+        return {
+            "samples": max(1, budget.precision // 2) if task.large else budget.precision,
+            "seed": task.seed,
+            "condition_samples": 1 if budget.precision < 64 else 4,
+            "steps": 10 if task.large else 30,
+        }
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
@@ -107,7 +113,9 @@ class Precision(Probe):
         names = [rung.name for rung in LADDER]
         climb = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
         cure = next((str(r["rung"]) for r in climb if r["well"]), "none")
-        values = {"cure": cure, "own": own, "samples": len(batch), "condition": condition}
+        well = [str(r["rung"]) for r in rows if r["well"]]
+        lowest = well[-1] if well else "none"
+        values = {"cure": cure, "lowest": lowest, "own": own, "samples": len(batch), "condition": condition}
         return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
 
     def _condition(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> float | None:
@@ -115,7 +123,8 @@ class Precision(Probe):
             return None
         rows = slice(self.condition_samples)
         try:
-            found = condition_numbers(subject, x[rows], None if context is None else context[rows], seed=self.seed)
+            given = None if context is None else context[rows]
+            found = condition_numbers(subject, x[rows], given, seed=self.seed, steps=self.steps)
         except NotMeasured as why:
             notes.append(f"condition number not measured: {why}")
             return None
@@ -137,7 +146,7 @@ class Precision(Probe):
         if bool(found.failed.any()):
             raised = int(found.failed.sum())
             notes.append(f"{rung.name}: the model raised for {raised} of {len(x)} samples ({found.message[:200]})")
-        limit = math.sqrt(max(rung.eps, subject.eps))
+        limit = max(math.sqrt(rung.eps), subject.half_digits)
         broken = ~torch.isfinite(found.relative)
         errors = torch.where(broken, torch.inf, found.relative)
         row: Row = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,6 +56,11 @@ class Task:
     range: float = 10.0
     looks: Looks | None = None
 
+    @property
+    def large(self) -> bool:
+        """Whether a sample is so large that Jacobians and float64 passes cost more than all the rest."""
+        return math.prod(self.shape) > 512
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -84,6 +90,7 @@ class Probe(ABC):
         scope: Where an audit measures it, one of `SCOPES`; empty for a probe that is only measured when it is passed.
         place: Where it stands in the order of an audit.
         quantities: What its values, and the columns of its rows, are.
+        only_failing: With the scope `failing`: leave out sources where nothing fails, but for the main one.
         section: Title and first sentence on the page, where it has no file in `report/sections`.
         progress: Called with the share that is done.
 
@@ -104,6 +111,7 @@ class Probe(ABC):
     place: ClassVar[int] = 100
     quantities: ClassVar[tuple[Quantity, ...]] = ()
     section: ClassVar[tuple[str, str]] = ("", "")
+    only_failing: ClassVar[bool] = False
     progress: Progress = staticmethod(silent)
 
     def __init_subclass__(cls, **options: Any) -> None:

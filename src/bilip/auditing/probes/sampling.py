@@ -19,7 +19,7 @@ from bilip.auditing.reference import Reference
 from bilip.auditing.round_trip import distances
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
-from bilip.errors import NotMeasured
+from bilip.errors import BilipError, NotMeasured
 from bilip.record import Histogram, Measurement, Picture, Quantity
 
 __all__ = ["Sampling"]
@@ -397,7 +397,10 @@ def _bits(subject: Subject, x: Tensor, context: Tensor | None, size: int) -> Ten
     """Bits per dimension of each sample; NaN where the model states no log-determinant."""
     if not subject.has_log_det or subject.base is None:
         return torch.full((len(x),), math.nan)
-    z, log_det = subject.forward_and_log_det(x, context).values
+    try:
+        z, log_det = subject.forward_and_log_det(x, context).values[:2]
+    except (BilipError, NotImplementedError, ValueError):  # no log-determinant, or every sample failed
+        return torch.full((len(x),), math.nan)
     with torch.no_grad():
         finite = torch.isfinite(z.flatten(1)).all(1)
         safe = torch.where(finite.view(-1, *[1] * (z.ndim - 1)), z, torch.zeros_like(z))

@@ -187,7 +187,13 @@ class Spectrum(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": budget.spectra, "exact": budget.exact, "steps": budget.steps, "seed": task.seed}
+        part = 2 if task.large else 1
+        return {
+            "samples": max(1, budget.spectra // part),
+            "exact": budget.exact,
+            "steps": max(8, budget.steps // part),
+            "seed": task.seed,
+        }
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))

@@ -188,7 +188,8 @@ class Trust(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"limit": 512 if budget.samples is not None else None, "batch": budget.batch}
+        limit = None if budget.samples is None else 128 if task.large else 512
+        return {"limit": limit, "batch": budget.batch}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         tally, total = _Tally(self.keep), min(source.count, self.limit or source.count)
