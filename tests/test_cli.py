@@ -97,11 +97,11 @@ def made(tmp_path_factory):
     (path / "cli_needs.py").write_text("import surely_not_installed\n")
     models.save(models.real_nvp(4, blocks=3, coupling="additive"), path / "saved")
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 4)).astype(np.float32)
+    x = rng.standard_normal((700, 4)).astype(np.float32)
     np.save(path / "x.npy", x)
-    np.savez(path / "pair.npz", x=x, context=rng.standard_normal((64, 2)).astype(np.float32))
+    np.savez(path / "pair.npz", x=x, context=rng.standard_normal((700, 2)).astype(np.float32))
     np.save(path / "empty.npy", x[:0])
-    np.save(path / "nan.npy", np.where(np.arange(64)[:, None] == 7, np.nan, x).astype(np.float32))
+    np.save(path / "nan.npy", np.where(np.arange(700)[:, None] == 7, np.nan, x).astype(np.float32))
     np.save(path / "three.npy", x[:, :3])
     np.save(path / "integers.npy", np.arange(256).reshape(64, 4))
     np.save(path / "flat.npy", x[:, 0])
@@ -148,7 +148,7 @@ def process(*args, cwd, **options):
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]
-QUICK = [*AUDIT, "--probes", "consistency,reconstruction,log_det"]
+QUICK = [*AUDIT, "--probes", "consistency,reconstruction,likelihood,log_det"]
 
 
 def instead(old, new, base=QUICK):
@@ -182,7 +182,7 @@ BAD = [
     ("no context", instead("cli_targets:additive", "cli_targets:conditional"), "context"),
     ("budget", instead("quick", "huge"), "'quick', 'standard', 'thorough'"),
     ("probe", [*AUDIT, "--probes", "telepathy"], "unknown probe 'telepathy'"),
-    ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected sampling, likelihood"),
+    ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected inversion, sampling, likelihood"),
     ("ood", [*QUICK, "--ood", "test"], "neither the name of a source (x) nor a kind of noise"),
     ("ood factor", [*QUICK, "--ood", "uniform:-1"], "positive factor"),
     ("device", [*QUICK, "--device", "moon"], "--device moon"),
@@ -271,7 +271,7 @@ def test_an_audit_writes_record_and_page(bilip_, folder):
     args = [
         *AUDIT,
         "--probes",
-        "consistency,reconstruction,log_det,sampling",
+        "consistency,reconstruction,likelihood,log_det,sampling",
         "--ood",
         "uniform,copy",
         "--data",
@@ -303,19 +303,26 @@ def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
 @pytest.mark.parametrize(
     ("target", "required", "code", "says"),
     [
-        ("additive", "likelihood,sampling", 0, ""),
+        ("additive", "inversion,likelihood,sampling", 0, ""),
         ("additive", "", 0, ""),
         ("lossy", "", 0, ""),
-        ("lossy", "likelihood", 1, "bilip: required, but likelihood is unsafe\n"),
+        ("lossy", "inversion", 1, "bilip: required, but inversion is unsafe\n"),
+        ("lossy", "likelihood", 0, ""),  # it needs no inverse
         ("additive", "ood-likelihood", 1, "bilip: required, but ood-likelihood is not-measured\n"),
         ("bare", "likelihood,sampling", 1, "bilip: required, but sampling is not-measured\n"),
-        ("lossy", "sampling, likelihood", 1, "bilip: required, but sampling is unsafe, likelihood is unsafe\n"),
+        ("lossy", "sampling, inversion", 1, "bilip: required, but sampling is unsafe, inversion is unsafe\n"),
     ],
 )
 def test_the_gate(bilip_, folder, target, required, code, says):
     args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
     found, _, err = bilip_(
-        *args, "--probes", "consistency,reconstruction,log_det,sampling", "--require", required, "--out", "g.json"
+        *args,
+        "--probes",
+        "consistency,reconstruction,likelihood,log_det,sampling",
+        "--require",
+        required,
+        "--out",
+        "g.json",
     )
     assert (found, err) == (code, says)
     assert set(AuditRecord.load(folder / "g.json").verdicts) == set(USES)
@@ -373,7 +380,7 @@ def test_boxes_formulas_and_json(bilip_, folder):
 
 def test_demo(folder, bilip_, monkeypatch):
     """All of it but the size: the three flows that come with the package, their table and their page."""
-    few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "log_det", "sampling"])
+    few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "likelihood", "log_det", "sampling"])
     monkeypatch.setattr(bilip, "audit", few)
     code, out, err = bilip_("demo", "--html", "demo.html")
     assert code == 0, err
