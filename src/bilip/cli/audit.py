@@ -27,7 +27,7 @@ def audit(
     ood: Annotated[
         str,
         typer.Option(
-            help="Out-of-distribution sources, comma-separated: uniform, near, gaussian, rademacher, shuffled, scaled:10; or names of --data."
+            help="Out-of-distribution sources: uniform, near, gaussian, rademacher, shuffled, scaled:10, or names of --data."
         ),
     ] = "uniform,gaussian,rademacher",
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
