@@ -51,6 +51,8 @@ NO_EXAMPLE = {
     "AttackResult",
     "AttackRun",
     "Extremes",
+    "Finding",
+    "Task",
     "Outcome",
     "SingularValues",
     "TrustFlags",

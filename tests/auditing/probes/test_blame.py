@@ -77,3 +77,57 @@ def test_the_block_whose_log_determinant_is_false():
     m = Blame().measure(chain(Liar, 4), torch.ones(8, 3))
     assert m["guilty_log_det"] == m["guilty"] == "4"
     assert m.rows[4]["log_det_error"] == pytest.approx(1.0)
+
+
+# ---- inside composites of other libraries
+
+
+def test_the_part_of_a_graph_with_split_and_concat_is_named():
+    pytest.importorskip("FrEIA")
+    import FrEIA.framework as ff
+    import FrEIA.modules as fm
+
+    class Squash(fm.InvertibleModule):
+        """x / 1e6 + 1: five digits are lost, and the inverse makes that 1e6 times as large."""
+
+        def forward(self, x_or_z, c=None, rev=False, jac=True):
+            x = x_or_z[0]
+            return ((x - 1) * 1e6 if rev else x * 1e-6 + 1,), 0.0
+
+        def output_dims(self, input_dims):
+            return input_dims
+
+    def net(n_in, n_out):
+        return torch.nn.Linear(n_in, n_out)
+
+    torch.manual_seed(0)
+    data = ff.InputNode(4, name="data")
+    split = ff.Node(data, fm.Split, {"section_sizes": (2, 2), "dim": 0}, name="split")
+    left = ff.Node(split.out0, Squash, {}, name="squash")
+    right = ff.Node(split.out1, fm.NICECouplingBlock, {"subnet_constructor": net}, name="right")
+    joined = ff.Node([left.out0, right.out0], fm.Concat, {"dim": 0}, name="joined")
+    last = ff.Node(joined, fm.NICECouplingBlock, {"subnet_constructor": net}, name="last")
+    model = ff.GraphINN([data, split, left, right, joined, last, ff.OutputNode(last, name="out")]).eval()
+    m = Blame().measure(model, torch.randn(32, 4))
+    assert m["wrong"] == 32
+    assert m["guilty_kind"] == "Squash"
+    assert "GraphINN" in m["why"]
+    assert "forward" not in vars(next(part for part in model.modules() if isinstance(part, Squash)))  # nothing stays
+
+
+def test_the_part_of_a_multi_scale_flow_is_named():
+    nf = pytest.importorskip("normflows")
+
+    class Squash(nf.flows.Flow):
+        def forward(self, z):
+            return (z - 1) * 1e6, z.new_zeros(len(z))
+
+        def inverse(self, x):
+            return x * 1e-6 + 1, x.new_zeros(len(x))
+
+    torch.manual_seed(0)
+    flows = [[Squash(), nf.flows.Squeeze()], [nf.flows.Permute(4), nf.flows.Squeeze()]]
+    bases = [nf.distributions.DiagGaussian(shape, trainable=False) for shape in ((16, 1, 1), (2, 2, 2))]
+    model = nf.MultiscaleFlow(bases, flows, [nf.flows.Merge()], class_cond=False).eval()
+    m = Blame(spectra=0).measure(model, torch.randn(16, 1, 4, 4))
+    assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["gain"]) for r in m.rows])

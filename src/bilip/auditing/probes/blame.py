@@ -11,10 +11,11 @@ from torch import Tensor
 from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import run_guarded
+from bilip.auditing.probes.inside import inner_parts
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, norms
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.blocks.on_kept import OnKept
@@ -62,6 +63,7 @@ class Blame(Probe):
         Quantity("why", "why", "text"),
         Quantity("first_non_finite", "first block that is not finite", "text"),
         Quantity("guilty_log_det", "block with a wrong log-determinant", "text"),
+        Quantity("inside", "composite that it is a part of", "text"),
         Quantity("cause", "rounding, solver or bug", "text"),
         Quantity("local_float64", "largest error of the block's own round trip in float64", "relative", "lower"),
         Quantity("broken_weight", "parameter that is not finite", "text"),
@@ -129,6 +131,7 @@ class Blame(Probe):
                     **vars(states[k]),
                 }
             )
+        rows += self._inside(parts, stored, chosen, context)
         values = {
             "samples": len(batch.x),
             "wrong": int(wrong.sum()),
@@ -136,6 +139,49 @@ class Blame(Probe):
             **_judge(rows, subject.half_digits, subject.eps, math.prod(source.shape), dict(parts)),
         }
         return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
+
+    def _inside(
+        self, parts: list[tuple[str, Bijection]], stored: list[Tensor], chosen: Tensor, context: Tensor | None
+    ) -> list[dict]:
+        """Rows for the parts of composites: of a model that is one opaque block, or has few."""
+        rows: list[dict] = []
+        for k, (name, part) in enumerate(parts):
+            inner = part.block if isinstance(part, OnKept) else part
+            if not isinstance(inner, Foreign) or len(parts) > 8:
+                continue
+            try:
+                found = inner_parts(
+                    inner.module,
+                    lambda part=part, k=k: part(stored[k].clone(), context),
+                    lambda z, part=part: part.inverse(z.clone(), context),
+                    len(stored[k]),
+                )
+            except Exception:  # a foreign model may raise anything; the block as a whole was walked
+                continue
+            if len(found) < 2:
+                continue
+            for one in found:
+                gain, carried = one.gain.cpu(), distances(one.stored, one.carried).relative.cpu()
+                known = chosen & torch.isfinite(gain)
+                born = bool(
+                    (norms(one.arrived - one.after)[chosen.to(one.after.device)] == 0).all()
+                )  # nothing was wrong before
+                rows.append(
+                    {
+                        "block": f"{name}.{one.name}",
+                        "kind": one.kind,
+                        "local_median": _median(carried[chosen]) if born else math.nan,
+                        "local_max": _largest(carried) if born else math.nan,
+                        "carried_median": _median(carried[chosen]),
+                        "carried_max": _largest(carried),
+                        "gain": _median(gain[known]),
+                        "share_non_finite": float((~torch.isfinite(carried)).double().mean()),
+                        "forward_non_finite": float((~torch.isfinite(one.after)).any(1).double().mean()),
+                        "inside": name,
+                        **vars(_LocalState()),
+                    }
+                )
+        return rows
 
     def _local_states(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> list[_LocalState]:
         found = [_LocalState() for _ in subject.parts]
@@ -222,6 +268,7 @@ def _look(linear: LinearPart) -> _LocalState:
 
 def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:
     """Who is guilty, why, and whether it is a bug, a solver that stops early, or rounding."""
+    inside, rows = [row for row in rows if "inside" in row], [row for row in rows if "inside" not in row]
     broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the walk: there, and back
     broken += [row for row in reversed(rows) if row["share_non_finite"] > 0]
     first = broken[0]["block"] if broken else ""
@@ -248,7 +295,9 @@ def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[st
             )
         elif guilty is not None:
             why, cause = "it is the first whose output is not finite", "rounding"
-    elif liar is not None:
+    if guilty is not None and why != "" and cause != "" and guilty["block"] in {row["inside"] for row in inside}:
+        guilty, why = _inner(guilty, why, inside)
+    if guilty is None and liar is not None and not (rows[0]["carried_max"] > limit or broken):
         guilty, why = liar, f"its log-determinant is off by {liar['log_det_error']:.2g}"
     return {
         "guilty": guilty["block"] if guilty else "",
@@ -258,6 +307,27 @@ def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[st
         "first_non_finite": first,
         "guilty_log_det": liar["block"] if liar else "",
     }
+
+
+def _inner(guilty: dict, why: str, inside: list[dict]) -> tuple[dict | None, str]:
+    """The part of a guilty composite that stands out, if one does; else the composite itself is not named."""
+    parts = [row for row in inside if row["inside"] == guilty["block"]]
+    own = [row for row in parts if row["local_median"] > 1e-4]
+    if own:
+        return own[0], f"inside {guilty['kind']}, its own round trip is off by {own[0]['local_median']:.1e}"
+    lost = [row for row in reversed(parts) if row["share_non_finite"] > 0 or row["forward_non_finite"] > 0]
+    gains = sorted(row["gain"] for row in parts if row["gain"] > 0)
+    usual = gains[len(gains) // 2] if gains else 0.0
+    growing = [row for row in parts if row["gain"] >= 10 and row["gain"] >= 3 * usual]
+    if growing:
+        worst = max(growing, key=lambda r: r["gain"])
+        return (
+            worst,
+            f"inside {guilty['kind']}, its inverse makes the error grow {worst['gain']:.2g}-fold, more than any other part",
+        )
+    if lost:
+        return lost[0], f"inside {guilty['kind']}, it is the first whose output is not finite on the way back"
+    return (guilty, why) if len(parts) < 2 else (None, "")
 
 
 def _cause(row: dict, limit: float, part: Bijection) -> str:
