@@ -342,6 +342,11 @@ def test_autocast_at_the_call_is_what_is_judged():
         record = audit(flow, x)
     assert record.settings["autocast"] == "bfloat16"
     assert statuses(record)["likelihood"] == "unsafe"
+    assert "in float64 0 of" in record.verdicts["likelihood"].remedy
+    given = audit(flow, x, autocast=torch.bfloat16)
+    assert given.settings["autocast"] == "bfloat16"
+    assert given.verdicts["likelihood"].value == record.verdicts["likelihood"].value
+    assert not torch.is_autocast_enabled("cpu")
 
 
 # ---- what models say

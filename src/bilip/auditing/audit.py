@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
+from bilip.auditing.float32 import float32_products, uses_tf32
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import PROBES, Task
@@ -38,6 +40,8 @@ def audit(
     probes: Sequence[str | p.Probe] | None = None,
     thresholds: Thresholds | None = None,
     bits: int | None = None,
+    autocast: torch.dtype | None = None,
+    tf32: bool | None = None,
     seed: int = 0,
     name: str | None = None,
     command: str = "",
@@ -60,6 +64,8 @@ def audit(
         probes: Names of probes, or probes of your own; by default all that make sense for the model.
         thresholds: What counts as safe.
         bits: Bit depth of the data, for attacks inside the dequantization cell.
+        autocast: Judge the model under autocast to this dtype; by default as it is at the call.
+        tf32: Judge it with TF32 products on or off; by default as it is at the call.
         seed: Seed of everything random.
         name: Name of the model in reports.
         command: The command to repeat the audit, for the report.
@@ -91,7 +97,11 @@ def audit(
     )
     show, measurements, stopped = progress or _Line(), [], False
     failing: dict[str, Batch] = {}
-    with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
+    with (
+        _arithmetic(subject, autocast, tf32) as as_run,
+        subject.evaluating(),
+        torch.random.fork_rng(devices=subject.devices),
+    ):
         torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
@@ -143,7 +153,7 @@ def audit(
             "bits": bits,
             "command": command,
             "seconds": round(time.monotonic() - started, 3),
-            **_as_run(subject),
+            **as_run,
             "stopped": stopped,
         },
         environment=environment() | _device(subject),
@@ -247,14 +257,20 @@ def _context_rows(batch: Batch) -> TensorRows | None:
     return None if batch.context is None else TensorRows(batch.context)
 
 
-def _as_run(subject: p.Subject) -> dict[str, Any]:
-    """The user's own arithmetic, as it was at the call."""
+@contextlib.contextmanager
+def _arithmetic(subject: p.Subject, autocast: torch.dtype | None, tf32: bool | None) -> Iterator[dict[str, Any]]:
+    """The arithmetic that is judged: what was given, else what holds at the call. What comes out is what the record states."""
     kind = subject.device.type
-    on = torch.is_autocast_enabled(kind)
-    return {
-        "tf32": kind == "cuda" and torch.get_float32_matmul_precision() != "highest",
-        "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
-    }
+    with contextlib.ExitStack() as stack:
+        if autocast is not None:
+            stack.enter_context(torch.autocast(kind, dtype=autocast))
+        if tf32 is not None:
+            stack.enter_context(float32_products("tf32" if tf32 else "ieee"))
+        on = torch.is_autocast_enabled(kind)
+        yield {
+            "tf32": kind == "cuda" and uses_tf32(),
+            "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
+        }
 
 
 def _named(wanted: str | p.Probe) -> str:

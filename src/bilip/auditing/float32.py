@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import backends
 
-__all__ = ["float32_products"]
+__all__ = ["float32_products", "uses_tf32"]
 
 
 @contextlib.contextmanager
@@ -45,6 +45,21 @@ def float32_products(kind: str = "ieee") -> Iterator[None]:
             backends.cudnn.allow_tf32 = cudnn
         for leaf, before in leaves:
             leaf.fp32_precision = before
+
+
+def uses_tf32() -> bool:
+    """Whether products of float32 matrices or convolutions on CUDA have the 10 bits of TF32, as torch's switches stand.
+
+    Example:
+        >>> with float32_products():
+        ...     uses_tf32()
+        False
+    """
+    if _readable(torch.get_float32_matmul_precision) in ("high", "medium"):
+        return True
+    if _readable(lambda: backends.cudnn.allow_tf32):
+        return True
+    return any(leaf.fp32_precision == "tf32" for leaf in _leaves("tf32"))
 
 
 def _leaves(kind: str) -> list[Any]:

@@ -77,8 +77,11 @@ _NARROW = "the model computes in {} whatever it is given, so there is no float64
 
 
 @torch.no_grad()
-def log_prob(subject: Subject, x: Tensor, context: Tensor | None = None) -> Tensor:
-    """What a model computes as log p(x), shape `(batch,)`; without a base log |det J_F(x)|. NaN where the model raises.
+def log_prob(
+    subject: Subject, x: Tensor, context: Tensor | None = None, *, said: list[Outcome] | None = None
+) -> Tensor:
+    """What a model computes as log p(x), shape `(batch,)`; without a base log |det J_F(x)|. NaN where the model raises, and `said`
+    then holds what it raised.
 
     Example:
         >>> from bilip import Flow
@@ -87,6 +90,8 @@ def log_prob(subject: Subject, x: Tensor, context: Tensor | None = None) -> Tens
         tensor([-1.8379])
     """
     outcome = subject.forward_and_log_det(x, context)
+    if said is not None and outcome.message:
+        said.append(outcome)
     if bool(outcome.failed.all()) or len(outcome.values) < 2:
         return torch.full((len(x),), torch.nan, dtype=x.dtype, device=x.device)
     z, log_det = outcome.values

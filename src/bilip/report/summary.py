@@ -63,8 +63,8 @@ def summarize(record: AuditRecord) -> Summary:
         failures=tuple(
             f"{share(m.get('share_failed'))} of {clean(m.source, 40)} made the model raise: "
             + clean(m.get("failure") or "no message", 200)
-            for m in record.find("reconstruction")
-            if as_float(m.get("share_failed")) > 0
+            for m in record.measurements
+            if m.probe in ("reconstruction", "sampling") and as_float(m.get("share_failed")) > 0
         ),
         advice=_advice(verdicts),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
+from bilip.auditing.guarded import Outcome
 from bilip.auditing.looks import Looks, Watch
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
@@ -74,6 +75,10 @@ class Likelihood(Probe):
         Quantity("error_median", "median error of log p", "nats", "lower"),
         Quantity("error_max", "largest finite error of log p", "nats", "lower"),
         Quantity("spread", "standard deviation of log p over draws", "nats", "lower"),
+        Quantity("float64_tried", "bad samples tried in float64", "count"),
+        Quantity("float64_bad", "of them without a finite log p there", "count", "lower"),
+        Quantity("share_failed", "share of samples that raised", "share", "lower"),
+        Quantity("failure", "first exception", "text"),
         Quantity("worst_log_prob", "log p as run, worst sample", "nats"),
         Quantity("worst_reference", "log p of the reference there", "nats"),
         Quantity("log_prob_median", "median log p", "nats"),
@@ -115,7 +120,7 @@ class Likelihood(Probe):
                 tally.draws = spread > 0
                 everyone |= tally.draws  # the draws of a part of a batch are not those of the whole
             with tally.drawing(start):
-                value = log_prob(subject, batch.x, batch.context).double()
+                value = log_prob(subject, batch.x, batch.context, said=tally.said).double()
             chosen = torch.ones_like(value, dtype=torch.bool)
             if not (everyone or tally.surprised):
                 chosen = self._suspicious(subject, batch, value, size)
@@ -136,7 +141,7 @@ class Likelihood(Probe):
                     watch.bad += self._compare(reference, past, known, rest, tally)
                 tally.skipped.clear()
             self.progress(watch.progress)
-        return tally.finding(self, source, watch, spread, base=subject.base is not None)
+        return tally.finding(self, source, watch, spread, base=subject.base is not None, own=reference.own)
 
     def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -196,6 +201,8 @@ class _Tally:
     excess: Histogram = field(default_factory=Histogram)
     values: list[Tensor] = field(default_factory=list)
     draws: bool = False
+    beyond: int = 0
+    said: list[Outcome] = field(default_factory=list)
     skipped: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
     failing: list[Batch] = field(default_factory=list)
     worst: tuple[float, float, float] = (-1.0, math.nan, math.nan)
@@ -216,6 +223,7 @@ class _Tally:
         unknown: Tensor,
     ) -> None:
         self.bad += int(bad.sum())
+        self.beyond += int((bad & ~torch.isfinite(exact)).sum())
         self.unknown += int(unknown.sum())
         self.referenced += len(value)
         error = torch.where(value == exact, torch.zeros_like(error), error)
@@ -231,7 +239,9 @@ class _Tally:
             at = rows.nonzero().flatten()[wrong]
             self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
 
-    def finding(self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool) -> Finding:
+    def finding(
+        self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool, own: bool
+    ) -> Finding:
         values = torch.cat(self.values)
         finite = values[torch.isfinite(values)]
         contexts = [b.context for b in self.failing if b.context is not None]
@@ -259,6 +269,10 @@ class _Tally:
                     "error_median": self.errors.quantile(0.5),
                     "error_max": self.errors.largest,
                     "spread": spread,
+                    "float64_tried": 0 if own else self.bad,
+                    "float64_bad": 0 if own else self.beyond,
+                    "share_failed": sum(int(o.failed.sum()) for o in self.said) / self.count,
+                    "failure": self.said[0].message[:500] if self.said else "",
                     "worst_log_prob": self.worst[1],
                     "worst_reference": self.worst[2],
                     "log_prob_median": float(finite.median()) if len(finite) else math.nan,

@@ -67,14 +67,7 @@ def sections(record: AuditRecord) -> tuple[Section, ...]:
         ("holds", "holds"),
     ]
     for m in found:
-        cure = m.get("cure")
-        parts.append(
-            Line(
-                "No precision on the ladder cures it."
-                if cure in (None, "none")
-                else f"All is well in {clean(cure)}; the model runs in {clean(m.get('own') or 'an unknown precision')}."
-            )
-        )
+        parts.append(Line(_said(m), clean(m.source, 60) or "all"))
         parts += [
             precision_figure(m),
             Fold("Numbers by precision", (table("Precision ladder", columns, m.rows),)) if m.rows else None,
@@ -84,3 +77,15 @@ def sections(record: AuditRecord) -> tuple[Section, ...]:
         "it is a rounding error that the inverse magnifies."
     )
     return (Section("precision", "Would more bits help?", lead, some(*parts)),)
+
+
+def _said(m: Measurement) -> str:
+    """What the ladder says about the samples that were probed, and about no others."""
+    cure, lowest, own = m.get("cure"), m.get("lowest"), clean(m.get("own") or "an unknown precision")
+    count = number(m.get("samples"))
+    if cure in (None, "none"):
+        return f"Of the {count} samples probed some fail in every precision on the ladder."
+    text = f"The {count} samples probed come back in {clean(cure)}; the model runs in {own}."
+    return text + (
+        f" The lowest precision in which they do is {clean(lowest)}." if lowest not in (None, "none", cure) else ""
+    )
