@@ -57,7 +57,7 @@ class Bounds(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": 1 if task.large else min(4, budget.spectra), "steps": 6 if task.large else 12}
+        return {"samples": 1 if task.large else min(4, budget.spectra), "steps": 4 if task.large else 12}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         low, high, contexts = None, None, []

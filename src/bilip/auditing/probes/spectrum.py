@@ -187,7 +187,7 @@ class Spectrum(Probe):
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        part = 2 if task.large else 1
+        part = 4 if task.large else 1
         return {
             "samples": max(1, budget.spectra // part),
             "exact": budget.exact,
