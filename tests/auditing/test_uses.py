@@ -451,3 +451,18 @@ def test_failing_samples_are_tried_again_in_float64():
     assert m["bad"] > 0
     assert m["float64_tried"] == min(m["bad"], 512)
     assert m["float64_bad"] == 0
+
+
+def test_the_reference_has_a_base_and_an_embedding_in_float64_too():
+    pytest.importorskip("nflows")
+    from nflows import distributions, flows, transforms
+
+    torch.manual_seed(0)
+    embedding = nn.Linear(3, 4)
+    base = distributions.ConditionalDiagonalNormal([2], context_encoder=nn.Linear(4, 4))
+    made = transforms.MaskedAffineAutoregressiveTransform(features=2, hidden_features=8, context_features=4)
+    flow = flows.Flow(made, base, embedding_net=embedding).eval()
+    m = Likelihood().measure(flow, (torch.randn(100, 2), torch.randn(100, 3)))
+    assert (m["bad"], m["unknown"]) == (0, 0)
+    assert m["error_max"] < 1e-3
+    assert embedding.weight.dtype == torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bilip.adapters import Adapted, Base, adapt
 from bilip.auditing.guarded import Outcome, run_guarded
-from bilip.blocks import Bijection
+from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotMeasured
 
 __all__ = ["Subject"]
@@ -151,7 +151,7 @@ class Subject:
         if found is None:
             try:
                 bijection = copy.deepcopy(self.bijection).to(dtype).eval().requires_grad_(False)
-                found = Subject(Adapted(bijection, self.base, self.library), self.name)
+                found = Subject(Adapted(bijection, self._base_in(dtype, bijection), self.library), self.name)
                 found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
                 found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {error})"
@@ -159,6 +159,18 @@ class Subject:
         if isinstance(found, str):
             raise NotMeasured(found)
         return found
+
+    def _base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
+        """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""
+        if self.base is None:
+            return None
+        base = copy.copy(self.base)
+        for name, value in vars(self.base).items():
+            if value is self.bijection:
+                setattr(base, name, bijection)
+            elif isinstance(value, nn.Module) and not isinstance(value, (Bijection, Flow)):
+                setattr(base, name, copy.deepcopy(value).to(dtype).eval().requires_grad_(False))
+        return base
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

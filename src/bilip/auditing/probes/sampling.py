@@ -390,7 +390,8 @@ def _draw(base: Base, count: int, context: Tensor | None, generator: torch.Gener
     try:
         return base.sample(count, context, generator)
     except Exception as error:  # a foreign base may raise anything
-        raise NotMeasured(f"the base distribution gives no samples: {' '.join(str(error).split())}") from error
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+        raise NotMeasured(f"the base distribution gives no samples: {text}") from error
 
 
 def _bits(subject: Subject, x: Tensor, context: Tensor | None, size: int) -> Tensor:
