@@ -6,14 +6,14 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bilip.adapters import Adapted, Base, adapt
-from bilip.auditing.guarded import Outcome, run_guarded
+from bilip.auditing.guarded import Call, Outcome, run_guarded
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotMeasured
 
@@ -46,6 +46,7 @@ class Subject:
         self.library, self.name = adapted.library, name
         self._twins: dict[torch.dtype, Subject | str] = {}
         self.copied = False
+        self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -56,7 +57,7 @@ class Subject:
         return cls(adapted, name or type(model).__name__)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": {}}
+        return {**self.__dict__, "_twins": {}, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,26 +110,30 @@ class Subject:
     @torch.no_grad()
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
-        return self._run(self.bijection.__call__, x, context)
+        return self._guarded(self.bijection.__call__, x, context)
 
     @torch.no_grad()
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """F^-1(z). The latents are cloned, so that no cache can recognise them."""
-        return self._run(self.bijection.inverse, z, context)
+        return self._guarded(self.bijection.inverse, z, context)
 
     @torch.no_grad()
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """F(x) and log |det J_F(x)|."""
-        return self._run(self.bijection.forward_and_log_det, x, context)
+        return self._guarded(self.bijection.forward_and_log_det, x, context)
 
     @torch.no_grad()
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """F^-1(z) and log |det J_F^-1(z)|."""
-        return self._run(self.bijection.inverse_and_log_det, z, context)
+        return self._guarded(self.bijection.inverse_and_log_det, z, context)
 
-    def _run(self, call: Any, x: Tensor, context: Tensor | None) -> Outcome:
+    def _guarded(self, call: Call, x: Tensor, context: Tensor | None) -> Outcome:
+        def timed(x: Tensor, context: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            self.tick()
+            return call(x, context)
+
         with self.arithmetic():
-            return run_guarded(call, x.clone(), context)
+            return run_guarded(timed, x.clone(), context)
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -158,6 +163,7 @@ class Subject:
             self._twins[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
+        found.tick = self.tick
         return found
 
     def _base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
@@ -185,6 +191,15 @@ class Subject:
             for module, mode in modes.items():
                 module.training = mode
 
+    @contextlib.contextmanager
+    def watched(self, tick: Callable[[], None]) -> Iterator[None]:
+        """Inside, `tick` is called before each guarded call of the model, of copies too."""
+        before, self.tick = self.tick, tick
+        try:
+            yield
+        finally:
+            self.tick = before
+
     def check(self, x: Tensor, context: Tensor | None, where: str, *, strict: bool = True) -> None:
         """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse.
 
@@ -195,10 +210,10 @@ class Subject:
         outcome = self._first("forward", self.forward, x, context, complaint, strict=strict)
         if bool(outcome.failed.all()):
             return
-        if math.prod(outcome.value.shape) == 0 or len(outcome.value) != len(x):
+        got = tuple(outcome.value.shape) if isinstance(outcome.value, Tensor) else type(outcome.value).__name__
+        if not isinstance(got, tuple) or got[:1] != shape[:1] or math.prod(got) == 0:
             raise InputError(
-                f"{where}: {self.name} turned a batch of shape {shape} into {tuple(outcome.value.shape)}; "
-                "expected one latent for each sample."
+                f"{where}: {self.name} turned a batch of shape {shape} into {got}; expected one latent for each sample."
             )
         complaint = f"{where}: the inverse of {self.name} does not work"
         self._first("inverse", self.inverse, outcome.value, context, complaint, strict=strict)
@@ -232,6 +247,10 @@ class Subject:
         if what == "forward" or outcome.message.split(":")[0] in fatal:
             raise InputError(f"{complaint}: {said}")
         return outcome
+
+
+def _nothing() -> None:
+    """No clock."""
 
 
 def wants_context(module: nn.Module) -> bool:

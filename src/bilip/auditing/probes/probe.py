@@ -20,6 +20,7 @@ from bilip.record import Measurement, Quantity
 __all__ = ["PROBES", "SCOPES", "Finding", "Probe", "Progress", "Task"]
 
 Progress = Callable[[float], None]
+ENDED = "the model ended the program"
 SCOPES = {
     "source": "on every source",
     "data": "once, on the main data source",
@@ -140,11 +141,12 @@ class Probe(ABC):
                 found = self._measure(subject, source)
             except NotMeasured as why:
                 found = Measurement(self.name, source.name, reason=str(why))
-            except (InputError, torch.OutOfMemoryError):
+            except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
-            except Exception as error:  # one probe that a model defeats does not lose the others
-                text = " ".join(str(error).split())[:300]
-                found = Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
+            except BaseException as error:  # one probe that a model defeats, also by sys.exit, does not lose the others
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = text if isinstance(error, Exception) else f"{ENDED} ({text})"
+                found = Measurement(self.name, source.name, reason=reason)
         found = found if isinstance(found, Finding) else Finding(found)
         if not found.measurement.quantities:
             found = replace(found, measurement=replace(found.measurement, quantities=tuple(self.quantities)))
