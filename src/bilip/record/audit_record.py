@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from bilip.errors import RecordError
@@ -277,7 +278,13 @@ def _histogram(raw: dict[str, Any]) -> Histogram:
 
 
 def _verdict(raw: dict[str, Any]) -> Verdict:
-    raw = {**raw, "status": Status(raw["status"]), "reason": _typed(raw, "reason", str)}
+    if not isinstance(raw, dict):
+        raise TypeError(f"a verdict is {raw!r:.40}, not a table")
+    words = {name: _typed(raw, name, str) for name in ("use", "reason", "number", "source", "remedy") if name in raw}
+    for name in ("value", "limit"):
+        if not isinstance(raw.get(name), (int, float, NoneType)):
+            raise TypeError(f"{name!r} is {raw[name]!r:.40}, not a number")
+    raw = {**raw, **words, "status": Status(raw["status"])}
     if "quantity" not in raw:  # version 0.1 told shares by the percent sign of the reason
         number = raw.get("number") or ""
         share = " %" in raw["reason"] or "share" in number
