@@ -132,13 +132,9 @@ def audit(
                 measurements.append(Measurement(probe.name, stream.name, reason=reason))
                 continue
 
-            def moved(share: float, k: int = k, text: str = text) -> None:
-                clock.check()
-                show(text, min(1.0, (k + share) / len(plan)))
-
             try:
                 show(text, min(1.0, k / len(plan)))
-                with subject.watched(clock.check), _told(probe, moved):
+                with subject.watched(clock.check), _told(probe, _moving(clock, show, text, k, len(plan))):
                     found = probe.find(subject, _at_failing(probe, stream, failing))
                 measurement = found.measurement
                 if clock.rang:  # a part of what it measures may be missing
@@ -205,6 +201,16 @@ class _Clock:
         if self.over:
             self.rang = True
             raise NotMeasured(self.reason)
+
+
+def _moving(clock: _Clock, show: Progress, text: str, done: int, planned: int) -> Callable[[float], None]:
+    """What a probe calls as it goes: looks at the clock, and shows how far the audit is."""
+
+    def moved(share: float) -> None:
+        clock.check()
+        show(text, min(1.0, (done + share) / planned))
+
+    return moved
 
 
 @contextlib.contextmanager
