@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bilip import models
-from bilip.probes import Reconstruction, Spectrum
+from bilip.auditing.probes import Reconstruction, Spectrum
 from bilip.record import environment, write_json
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import Reversible

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bilip import models
-from bilip.probes import Subject, extremes, jacobian, singular_values
+from bilip.auditing.probes import Subject, extremes, jacobian, singular_values
 from bilip.record import environment
 
 

@@ -145,11 +145,11 @@ def made(tmp_path_factory):
     (path / "cli_needs.py").write_text("import surely_not_installed\n")
     models.save(models.real_nvp(4, blocks=3, coupling="additive"), path / "saved")
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 4)).astype(np.float32)
+    x = rng.standard_normal((700, 4)).astype(np.float32)
     np.save(path / "x.npy", x)
-    np.savez(path / "pair.npz", x=x, context=rng.standard_normal((64, 2)).astype(np.float32))
+    np.savez(path / "pair.npz", x=x, context=rng.standard_normal((700, 2)).astype(np.float32))
     np.save(path / "empty.npy", x[:0])
-    np.save(path / "nan.npy", np.where(np.arange(64)[:, None] == 7, np.nan, x).astype(np.float32))
+    np.save(path / "nan.npy", np.where(np.arange(700)[:, None] == 7, np.nan, x).astype(np.float32))
     np.save(path / "three.npy", x[:, :3])
     np.save(path / "integers.npy", np.arange(256).reshape(64, 4))
     np.save(path / "flat.npy", x[:, 0])
@@ -161,7 +161,7 @@ def made(tmp_path_factory):
     text = record.to_json()
     (path / "good.json").write_text(text)
     (path / "cut.json").write_text(text[: len(text) // 2])
-    (path / "newer.json").write_text(text.replace('"schema": 1', '"schema": 2'))
+    (path / "newer.json").write_text(text.replace('"schema": 2', '"schema": 3'))
     (path / "bare.json").write_text(text.replace('"seed": 0', '"seed": NaN'))
     (path / "foreign.json").write_text('{"format": "something else"}')
     (path / "binary.json").write_bytes(b"\x80\x81\xff")
@@ -196,7 +196,7 @@ def process(*args, cwd, **options):
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]
-QUICK = [*AUDIT, "--probes", "consistency,reconstruction,log_det"]
+QUICK = [*AUDIT, "--probes", "consistency,reconstruction,likelihood,log_det"]
 
 
 def instead(old, new, base=QUICK):
@@ -238,7 +238,7 @@ BAD = [
     ("no context", instead("cli_targets:additive", "cli_targets:conditional"), "context"),
     ("budget", instead("quick", "huge"), "'quick', 'standard', 'thorough'"),
     ("probe", [*AUDIT, "--probes", "telepathy"], "unknown probe 'telepathy'"),
-    ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected sampling, likelihood"),
+    ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected inversion, sampling, likelihood"),
     ("ood", [*QUICK, "--ood", "test"], "neither the name of a source (x) nor a kind of noise"),
     ("ood factor", [*QUICK, "--ood", "uniform:-1"], "positive factor"),
     ("device", [*QUICK, "--device", "moon"], "--device moon"),
@@ -250,13 +250,13 @@ BAD = [
     ("report: missing", ["report", "absent.json"], "absent.json cannot be read (No such file"),
     ("report: folder", ["report", "saved"], "saved cannot be read (Is a directory"),
     ("report: cut", ["report", "cut.json", "--html", "left.html"], "may be truncated"),
-    ("report: newer", ["report", "newer.json", "--html", "left.html"], "has schema 2; this bilip reads up to 1"),
+    ("report: newer", ["report", "newer.json", "--html", "left.html"], "has schema 3; this bilip reads up to 2"),
     ("report: bare", ["report", "bare.json"], "the bare word NaN is not JSON"),
     ("report: foreign", ["report", "foreign.json"], "is not an audit record"),
     ("report: binary", ["report", "binary.json"], "is not a text file"),
     ("report: wrong", ["report", "wrong.json"], "is not a whole audit record"),
     ("report: html", ["report", "good.json", "--html", "nowhere/run.html"], "the folder nowhere does not exist"),
-    ("compare", ["compare", "good.json", "newer.json"], "newer.json has schema 2"),
+    ("compare", ["compare", "good.json", "newer.json"], "newer.json has schema 3"),
     ("bounds: global", ["bounds", "cli_targets:affine"], "no Lipschitz constant that holds on all of space"),
     ("bounds: box", ["bounds", "cli_targets:affine", "--box", "4", "-4"], "Swap the two"),
     ("bounds: formula", ["bounds", "cli_targets:affine", "--formula", "best"], "'sharp', 'paper'"),
@@ -328,7 +328,7 @@ def test_an_audit_writes_record_and_page(bilip_, folder):
     args = [
         *AUDIT,
         "--probes",
-        "consistency,reconstruction,log_det,sampling",
+        "consistency,reconstruction,likelihood,log_det,sampling",
         "--ood",
         "uniform,copy",
         "--data",
@@ -360,19 +360,26 @@ def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
 @pytest.mark.parametrize(
     ("target", "required", "code", "says"),
     [
-        ("additive", "likelihood,sampling", 0, ""),
+        ("additive", "inversion,likelihood,sampling", 0, ""),
         ("additive", "", 0, ""),
         ("lossy", "", 0, ""),
-        ("lossy", "likelihood", 1, "bilip: required, but likelihood is unsafe\n"),
+        ("lossy", "inversion", 1, "bilip: required, but inversion is unsafe\n"),
+        ("lossy", "likelihood", 0, ""),  # it needs no inverse
         ("additive", "ood-likelihood", 1, "bilip: required, but ood-likelihood is not-measured\n"),
         ("bare", "likelihood,sampling", 1, "bilip: required, but sampling is not-measured\n"),
-        ("lossy", "sampling, likelihood", 1, "bilip: required, but sampling is unsafe, likelihood is unsafe\n"),
+        ("lossy", "sampling, inversion", 1, "bilip: required, but sampling is unsafe, inversion is unsafe\n"),
     ],
 )
 def test_the_gate(bilip_, folder, target, required, code, says):
     args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
     found, _, err = bilip_(
-        *args, "--probes", "consistency,reconstruction,log_det,sampling", "--require", required, "--out", "g.json"
+        *args,
+        "--probes",
+        "consistency,reconstruction,likelihood,log_det,sampling",
+        "--require",
+        required,
+        "--out",
+        "g.json",
     )
     assert (found, err) == (code, says)
     assert set(AuditRecord.load(folder / "g.json").verdicts) == set(USES)
@@ -552,7 +559,7 @@ def test_boxes_formulas_and_json(bilip_, folder):
 @pytest.mark.slow
 def test_demo(folder, bilip_, monkeypatch):
     """All of it but the size: the three flows that come with the package, their table and their page."""
-    few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "log_det", "sampling"])
+    few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "likelihood", "log_det", "sampling"])
     monkeypatch.setattr(bilip, "audit", few)
     code, out, err = bilip_("demo", "--html", "demo.html")
     assert code == 0, err

@@ -17,12 +17,12 @@ ROOMS = [
     "bilip.testing",
     "bilip.nets.activations",
     "bilip.adapters",
-    "bilip.probes",
+    "bilip.auditing.probes",
     "bilip.data",
     "bilip.record",
     "bilip.report",
-    "bilip._audit",
-    "bilip._verdicts",
+    "bilip.auditing.audit",
+    "bilip.auditing.verdicts",
     "bilip.demo_flows",
     "bilip.reversible",
     "bilip.regularizers",
@@ -51,6 +51,8 @@ NO_EXAMPLE = {
     "AttackResult",
     "AttackRun",
     "Extremes",
+    "Finding",
+    "Task",
     "Outcome",
     "SingularValues",
     "TrustFlags",
@@ -143,8 +145,8 @@ def test_the_page_on_records_lists_every_name_that_an_audit_writes():
 
 
 def test_the_guide_states_the_budgets_and_thresholds():
-    from bilip._audit import BUDGETS
-    from bilip._verdicts import Thresholds
+    from bilip.auditing.audit import BUDGETS
+    from bilip.auditing.verdicts import Thresholds
 
     text = (ROOT / "docs" / "audit.md").read_text()
     table = [[cell.strip().replace(" ", "") for cell in line.split("|")[2:5]] for line in text.splitlines()]

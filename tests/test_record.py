@@ -271,3 +271,46 @@ def test_histograms_add_up():
     assert total.share_above(1.0) == 0.6
     assert total.share_non_finite == 0.4
     assert math.isinf(total.quantile(0.9))
+
+
+# ---- records of version 0.1
+
+
+def test_a_record_of_version_0_1_is_still_read_and_shown():
+    """Written by the released 0.1: values without quantities, four uses, a verdict whose unit stood in its sentence."""
+    from pathlib import Path
+
+    from bilip.report import compare, to_html, to_markdown
+
+    old = AuditRecord.load(Path(__file__).parent / "record_0_1.json")
+    assert old.schema == 1
+    assert list(old.verdicts) == ["sampling", "likelihood", "ood-likelihood", "reversible-gradients"]
+    assert old.verdicts["ood-likelihood"].measure.unit == "share"
+    assert old.verdicts["reversible-gradients"].measure.unit == ""
+    m = old.find("reconstruction")[0]
+    assert m.quantity("share_nan").unit == "share"
+    assert m.quantity("relative_p999").label == "p99.9 relative error"
+    text = to_markdown(old)
+    assert "25 %" in text
+    assert "2.4e-5" in text
+    assert "flow of 0.1" in to_html(old)
+    assert compare(old, old).word == "same"
+    assert AuditRecord.from_json(old.to_json()) == old
+
+
+def test_quantities_travel_with_the_record_once():
+    from bilip.record import Quantity
+
+    angle = Quantity("angle", "gradient angle", "rad", "lower", "angle", ("reversible-gradients",))
+    both = tuple(Measurement("angles", name, values={"angle": 0.1}, quantities=(angle,)) for name in "ab")
+    record = AuditRecord(
+        measurements=both, verdicts={"x": Verdict("x", Status.SAFE, "fine", quantity=angle, interval=(0, 1))}
+    )
+    document = json.loads(record.to_json())
+    assert len(document["quantities"]) == 1
+    assert AuditRecord.from_json(record.to_json()) == record
+    document["measurements"][0]["quantities"] = [7]
+    with pytest.raises(RecordError, match="names a quantity"):
+        AuditRecord.from_json(json.dumps(document))
+    with pytest.raises(ValueError, match="expected one of"):
+        Quantity("angle", unit="degrees")

@@ -19,15 +19,16 @@ _NAMES = {
     "BiLipschitz": "bilip.bounds",
     "Box": "bilip.bounds",
     "BilipError": "bilip.errors",
-    "Budget": "bilip._audit",
+    "Budget": "bilip.auditing",
     "Guard": "bilip.reversible",
     "Reversible": "bilip.reversible",
-    "Thresholds": "bilip._verdicts",
+    "Thresholds": "bilip.auditing",
     "as_bijection": "bilip.adapters",
-    "audit": "bilip._audit",
+    "audit": "bilip.auditing",
 }
 _SUBMODULES = (
     "adapters",
+    "auditing",
     "blocks",
     "bounds",
     "data",
@@ -63,6 +64,7 @@ __all__ = [
     "adapters",
     "as_bijection",
     "audit",
+    "auditing",
     "blocks",
     "bounds",
     "data",
@@ -84,6 +86,7 @@ __all__ = [
 if TYPE_CHECKING:
     from bilip import (
         adapters,
+        auditing,
         blocks,
         bounds,
         data,
@@ -101,9 +104,8 @@ if TYPE_CHECKING:
         testing,
         training,
     )
-    from bilip._audit import Budget, audit
-    from bilip._verdicts import Thresholds
     from bilip.adapters import as_bijection
+    from bilip.auditing import Budget, Thresholds, audit
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
     from bilip.errors import BilipError

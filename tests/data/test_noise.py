@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bilip.data import NOISE_NAMES, as_source, noise
 from bilip.errors import InputError
 
-DATA = as_source("test", torch.linspace(-1, 3, 60).reshape(30, 2))  # centre 1, half-range 2
+DATA = as_source("test", torch.linspace(-1, 3, 30)[:, None].expand(30, 2).clone())  # centre 1, half-range 2
 
 
 @given(
@@ -103,7 +103,7 @@ def test_pixels_give_noise_on_the_unit_interval():
     [
         ("unifrom", "Did you mean 'uniform'"),
         ("Gauss", "Did you mean 'gaussian'"),
-        ("salt", "the kinds of noise are uniform, gaussian, rademacher, scaled"),
+        ("salt", "the kinds of noise are uniform, gaussian, rademacher, scaled, near, shuffled"),
         ("uniform:", "positive factor"),
         ("uniform:x", "positive factor"),
         ("uniform:-1", "positive factor"),
@@ -130,3 +130,34 @@ def test_data_without_a_range_or_with_nan():
         noise("uniform", as_source("flat", torch.full((3, 2), 2.0)))
     with pytest.raises(InputError, match="sample 0 holds NaN"):
         noise("uniform", as_source("broken", torch.full((3, 2), math.nan)))
+
+
+def test_each_feature_gets_noise_on_its_own_range():
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(500, 3, generator=rng) * torch.tensor([1.0, 1e4, 0.0]) + torch.tensor([0.0, 0.0, 7.0])
+    table = as_source("table", x)
+    for spec, widest in (("uniform", 1.0), ("near", 1.5), ("rademacher", 1.0), ("uniform:2", 2.0)):
+        drawn = noise(spec, table, count=2000).first(2000).x
+        spread = drawn.amax(0) - drawn.amin(0)
+        assert spread[0] <= widest * 1.001
+        assert 0.9 * widest * 1e4 < spread[1] <= widest * 1e4 * 1.001
+        assert (drawn[:, 2] == 7).all()
+    drawn = noise("gaussian", table, count=4000).first(4000).x
+    assert abs(float(drawn[:, 0].std()) - 0.5) < 0.05
+    assert abs(float(drawn[:, 1].std()) - 5e3) < 500
+    assert "own range" in noise("uniform", table).description
+
+
+def test_shuffled_features_are_those_of_the_data_and_do_not_belong_together():
+    x = torch.arange(200.0)[:, None] * torch.tensor([1.0, 10.0])
+    drawn = noise("shuffled", as_source("table", x), count=2000).first(2000).x
+    assert set(drawn[:, 0].tolist()) <= set(x[:, 0].tolist())
+    assert set(drawn[:, 1].tolist()) <= set(x[:, 1].tolist())
+    assert abs(float(torch.corrcoef(drawn.T)[0, 1])) < 0.1
+
+
+def test_images_keep_one_range_for_all_pixels():
+    images = torch.zeros(20, 1, 4, 4)
+    images[:, :, 2:] = 1.0
+    drawn = noise("uniform", as_source("images", images), count=200).first(200).x
+    assert float(drawn[:, :, 0].max()) > 0.9

@@ -10,6 +10,8 @@ from bilip.record import Histogram, Measurement
 from bilip.report import charts
 from bilip.report.charts.scale import LogScale
 from bilip.report.format import number, power, share
+from bilip.report.sections import attack, blame, precision, spectrum
+from bilip.report.sections import map as error_map
 
 
 def found(record, probe, source=None):
@@ -46,17 +48,17 @@ def test_axes_hold_their_values(values):
 
 
 def test_guilty_block_is_marked():
-    figure = charts.blame_figure(found(records.unsafe(), "blame", "uniform")[0])
+    figure = blame.blame_figure(found(records.unsafe(), "blame", "uniform")[0])
     band = next(s for s in figure.layout["shapes"] if s.get("fillcolor") == "@guilty")
     assert (band["x0"], band["x1"]) == (16.5, 17.5)
     assert "guilty: 17" in figure.layout["annotations"][0]["text"]
     assert "Guilty: block 17 (AffineCoupling)." in figure.summary
-    innocent = charts.blame_figure(found(records.safe(), "blame", "test")[0])
+    innocent = blame.blame_figure(found(records.safe(), "blame", "test")[0])
     assert innocent.layout["annotations"] == []
 
 
 def test_unresolved_singular_values_are_open():
-    figure = charts.spectrum_figure(found(records.unsafe(), "spectrum"))
+    figure = spectrum.spectrum_figure(found(records.unsafe(), "spectrum"))
     symbols = figure.data[1]["marker"]["symbol"]
     assert symbols[0] == "square"
     assert symbols[-1] == "square-open"
@@ -65,21 +67,21 @@ def test_unresolved_singular_values_are_open():
 
 def test_broken_cells_of_the_map_are_counted():
     m = found(records.plane(), "map")[0]
-    figure = charts.map_figure(m)
+    figure = error_map.map_figure(m)
     broken = sum(map(math.isinf, m.series["error"]))
     assert sum(v == 1 for row in figure.data[1]["z"] for v in row) == broken
     assert sum(v is None for row in figure.data[0]["z"] for v in row) == broken
     assert share(m["share_non_finite"]) in figure.summary
     assert figure.layout["shapes"][0]["x0"] == m["data_low"]
-    assert charts.map_figure(Measurement("map", "", m.values, {"error": m.series["error"][:-1]})) is None
+    assert error_map.map_figure(Measurement("map", "", m.values, {"error": m.series["error"][:-1]})) is None
 
 
 def test_figures_are_strict_json(record):
-    made = [charts.blame_figure(m) for m in record.find("blame")]
-    made += [charts.attack_figure(m) for m in record.find("attack")]
-    made += [charts.precision_figure(m) for m in record.find("precision")]
-    made += [charts.map_figure(m) for m in record.find("map")]
-    made += [charts.spectrum_figure(record.find("spectrum"))]
+    made = [blame.blame_figure(m) for m in record.find("blame")]
+    made += [attack.attack_figure(m) for m in record.find("attack")]
+    made += [precision.precision_figure(m) for m in record.find("precision")]
+    made += [error_map.map_figure(m) for m in record.find("map")]
+    made += [spectrum.spectrum_figure(record.find("spectrum"))]
     for figure in filter(None, made):
         json.dumps([figure.data, figure.layout], allow_nan=False)
         assert figure.summary.endswith(".")

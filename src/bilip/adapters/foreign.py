@@ -216,9 +216,19 @@ def per_sample(log_det: Any, like: Tensor) -> Tensor:
 
 
 def reference(module: nn.Module) -> Tensor:
-    """A tensor with the dtype and device of a module: its first floating parameter or buffer."""
-    tensors = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
-    return next(tensors, torch.empty(()))
+    """A tensor with the dtype and device that most numbers of a module have; a single number of another dtype does not count.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> module.register_buffer("rate", torch.tensor(0.5, dtype=torch.float64))
+        >>> reference(module).dtype
+        torch.float32
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    sizes: dict[torch.dtype, int] = {}
+    for t in tensors:
+        sizes[t.dtype] = sizes.get(t.dtype, 0) + t.numel()
+    return max(tensors, key=lambda t: (sizes[t.dtype], t.numel()), default=torch.empty(()))
 
 
 def compose(blocks: Sequence[Bijection], shape: Sequence[int] | None = None) -> Bijection:

@@ -28,7 +28,7 @@ def audit(
     ood: Annotated[
         str,
         typer.Option(
-            help="Out-of-distribution sources: uniform, gaussian, rademacher, scaled:10, or names given with --data; comma-separated."
+            help="Out-of-distribution sources: uniform, near, gaussian, rademacher, shuffled, scaled:10, or names of --data."
         ),
     ] = "uniform,gaussian,rademacher",
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",

@@ -56,7 +56,9 @@ def as_source(name: str, value: Any, *, role: str | None = None) -> Source:
         rows, context, description = _open(value)
     except InputError as error:
         raise InputError(f"source {name!r}: {error}") from error
-    role = ("ood" if name.lower().startswith(NOISE_NAMES) else "data") if role is None else role
+    kind = name.lower().partition(":")[0]
+    noisy = kind in NOISE_NAMES or kind.startswith(("uniform", "gaussian", "rademacher", "scaled"))
+    role = ("ood" if noisy else "data") if role is None else role
     return Source(name, rows, role=role, description=description, context=context)
 
 

@@ -17,7 +17,7 @@ from bilip.errors import InputError
 
 __all__ = ["NOISE_NAMES", "noise"]
 
-NOISE_NAMES = ("uniform", "gaussian", "rademacher", "scaled")
+NOISE_NAMES = ("uniform", "gaussian", "rademacher", "scaled", "near", "shuffled")
 
 
 def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bool = False) -> Source:
@@ -26,9 +26,14 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
     With c the centre and h the half-width of the range of the data, and an optional factor f after a colon:
 
     * `"uniform"`, `"uniform:2"`: each entry uniform on $[c - fh, c + fh]$;
+    * `"near"`: the same on 1.5 times the range;
     * `"gaussian"`, `"gaussian:2"`: each entry normal, mean c, standard deviation fh;
     * `"rademacher"`: each entry $c - fh$ or $c + fh$ with probability 1/2;
-    * `"scaled"`, `"scaled:4"`: the data times f, 10 by default; no more samples than there are data.
+    * `"scaled"`, `"scaled:4"`: the data times f, 10 by default; no more samples than there are data;
+    * `"shuffled"`: each entry from another sample of the data, so that every feature is as in the data and no two belong together.
+
+    Where a sample is a list of features, c and h are those of each feature: columns in [0, 1] and in [0, 1e4] get noise on their own
+    ranges. Images have one range for all pixels.
 
     Gaussian noise is not clipped by default: clipping puts an atom of probability on both ends of the range, 16% each
     at f = 1, and a model that begins with a logit has no value there. Published tables often do clip; `clip=True`
@@ -46,7 +51,7 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
 
     Example:
         >>> from bilip.data import as_source
-        >>> data = as_source("test", torch.tensor([[-4.0, 4.0], [0.0, 1.0]]))
+        >>> data = as_source("test", torch.tensor([[-4.0, 4.0], [4.0, -4.0]]))
         >>> noise("uniform:2", data, count=1000)
         Source('uniform:2', ood, 1000 samples of shape (2,): uniform noise on [-8, 8], seed 0)
         >>> sorted(set(noise("rademacher", data).first(100).x.flatten().tolist()))
@@ -63,33 +68,35 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
         rows = MappedRows(like.rows, lambda x: x * factor, count=count)
         context = None if like.context_rows is None else _Around(like.context_rows, count)
         return Source(spec, rows, role="ood", description=f"{like.name} times {factor:g}", context=context)
-    statistics = like.statistics()
-    center, half = statistics.center, statistics.half_range * factor
-    if not (math.isfinite(center) and math.isfinite(half)):
+    if kind == "shuffled":
+        return _shuffled(spec, like, count, seed)
+    low, high = _range(like)
+    center, half = (low + high) / 2, (high - low) / 2 * factor
+    if not (np.isfinite(center).all() and np.isfinite(half).all()):
         like.check()
         raise InputError(f"noise({spec!r}): the range of source {like.name!r} times {factor:g} is not finite.")
-    if half == 0:
+    if not half.any():
+        where = f"{float(center.flat[0]):g}"
         raise InputError(
-            f"noise({spec!r}): every entry of source {like.name!r} is {center:g}, so it has no range to draw from."
+            f"noise({spec!r}): every entry of source {like.name!r} is {where}, so it has no range to draw from."
         )
     low, high = center - half, center + half
+    between = _span(low, high)
     rules: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], np.ndarray], str]] = {
-        "uniform": (
-            lambda rng, size: low + (high - low) * rng.random(size),
-            f"uniform noise on [{low:.4g}, {high:.4g}]",
-        ),
+        "uniform": (lambda rng, size: low + (high - low) * rng.random(size), f"uniform noise on {between}"),
+        "near": (lambda rng, size: low + (high - low) * rng.random(size), f"uniform noise on {between}"),
         "gaussian": (
             lambda rng, size: center + half * rng.standard_normal(size),
-            f"gaussian noise, mean {center:.4g}, std {half:.4g}",
+            f"gaussian noise, mean {_span(center, center)}, std {_span(half, half)}",
         ),
         "rademacher": (
             lambda rng, size: np.where(rng.integers(0, 2, size) == 0, low, high),
-            f"rademacher noise on {{{low:.4g}, {high:.4g}}}",
+            f"rademacher noise on the ends of {between}",
         ),
     }
     draw, text = rules[kind]
     if clip and kind == "gaussian":
-        text += f", clipped to [{low:.4g}, {high:.4g}]"
+        text += f", clipped to {between}"
 
     def make(index: int) -> Tensor:
         rng = np.random.default_rng((seed, index, zlib.crc32(kind.encode())))
@@ -99,6 +106,39 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
     rows = ChunkRows(count, like.shape, like.dtype, make)
     context = None if like.context_rows is None else _Around(like.context_rows, count)
     return Source(spec, rows, role="ood", description=f"{text}, seed {seed}", context=context)
+
+
+def _range(like: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of the range: of each feature where a sample is a list of them, else of all entries."""
+    if len(like.shape) == 1:
+        x = like.spread(4096).x.double()
+        return x.amin(0).numpy(), x.amax(0).numpy()
+    seen = like.statistics()
+    return np.array(seen.low), np.array(seen.high)
+
+
+def _span(low: np.ndarray, high: np.ndarray) -> str:
+    """One range in words, or that each feature has its own."""
+    ends = {(f"{a:.4g}", f"{b:.4g}") for a, b in zip(low.flat, high.flat, strict=True)}
+    if len(ends) > 1:
+        return "each feature's own" if np.array_equal(low, high) else "each feature's own range"
+    a, b = ends.pop()
+    return a if a == b else f"[{a}, {b}]"
+
+
+def _shuffled(spec: str, like: Source, count: int, seed: int) -> Source:
+    pool = like.spread(4096).x.flatten(1)
+
+    def make(index: int) -> Tensor:
+        rng = np.random.default_rng((seed, index, zlib.crc32(b"shuffled")))
+        rows = torch.from_numpy(rng.integers(0, len(pool), (ChunkRows.CHUNK, pool.shape[1])))
+        return pool.gather(0, rows).reshape(-1, *like.shape)
+
+    rows = ChunkRows(count, like.shape, like.dtype, make)
+    context = None if like.context_rows is None else _Around(like.context_rows, count)
+    return Source(
+        spec, rows, role="ood", description=f"{like.name} with features shuffled, seed {seed}", context=context
+    )
 
 
 class _Around(Rows):
@@ -128,7 +168,7 @@ def parse(spec: str) -> tuple[str, float]:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(f"noise({spec!r}): the kinds of noise are {', '.join(NOISE_NAMES)}.{hint}")
     try:
-        factor = float(text) if colon else 10.0 if kind == "scaled" else 1.0
+        factor = float(text) if colon else {"scaled": 10.0, "near": 1.5}.get(kind, 1.0)
     except ValueError:
         factor = math.nan
     if not 0 < factor < math.inf:

@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Range and moments over all entries of `samples` samples.
+    """Range and moments over all entries of `samples` samples, and the median of their Euclidean norms.
 
     Example:
         >>> from bilip.data import as_source
@@ -58,6 +58,7 @@ class Statistics:
     mean: float
     std: float
     samples: int
+    norm: float = 1.0
 
     @property
     def center(self) -> float:
@@ -203,6 +204,18 @@ class Source:
         """The first `n` samples, or all where there are fewer."""
         return next(self.batches(n, limit=n, dtype=dtype, device=device))
 
+    def spread(self, n: int) -> Batch:
+        """About `n` samples, in blocks spread evenly over the source; all where there are fewer. They are read into memory."""
+        n = min(n, self.count, max(64, 2**24 // math.prod(self.shape)))
+        if n == self.count:
+            return self.read(0, self.count)
+        blocks = min(16, n)
+        size = n // blocks
+        starts = [k * (self.count - size) // max(1, blocks - 1) for k in range(blocks)]
+        parts = [self.read(start, start + size) for start in starts]
+        contexts = [p.context for p in parts if p.context is not None]
+        return Batch(torch.cat([p.x for p in parts]), torch.cat(contexts) if contexts else None, 0)
+
     def _chunk(self) -> int:
         """Samples of one batch of about a million entries."""
         return min(4096, max(1, 2**20 // math.prod(self.shape)))
@@ -217,7 +230,7 @@ class Source:
         take = min(limit, self.count)
         block = min(self._chunk(), max(1, take // 16))
         blocks = -(-take // block)
-        seen, low, high, mean, squares = 0, math.inf, -math.inf, 0.0, 0.0
+        seen, low, high, mean, squares, sizes = 0, math.inf, -math.inf, 0.0, 0.0, []
         for k in range(blocks):
             start = k * block if take == self.count else k * self.count // blocks
             x = self.read(start, start + min(block, take - k * block)).x.double()
@@ -228,8 +241,12 @@ class Source:
             mean += gap * n / (seen + n)
             seen += n
             low, high = min(low, float(x.min())), max(high, float(x.max()))
+            sizes.append(x.flatten(1).norm(dim=1))
         std = math.sqrt(squares / seen) if math.isfinite(squares) else math.nan
-        return Statistics(low, high, mean, std, seen // math.prod(self.shape))
+        norm = torch.cat(sizes)
+        norm = norm[torch.isfinite(norm) & (norm > 0)]
+        typical = float(norm.median()) if len(norm) else 1.0
+        return Statistics(low, high, mean, std, seen // math.prod(self.shape), typical)
 
     def check(self, limit: int | None = None) -> None:
         """Read the first `limit` samples once and raise an `InputError` that names the first one with NaN or Inf."""

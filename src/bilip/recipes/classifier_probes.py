@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from bilip.auditing.probes.lanczos import largest_singular_value
+from bilip.auditing.probes.linear import Linearized
 from bilip.blocks import Bijection
 from bilip.errors import NotMeasured
 from bilip.models import Classifier
 from bilip.probes import Subject, jacobian
-from bilip.probes.lanczos import largest_singular_value
-from bilip.probes.linear import Linearized
 from bilip.reversible import Guard, Reversible, angle
 
 __all__ = ["angles", "float32_ends", "round_trips", "singular_ends", "trunk_of"]

@@ -45,7 +45,7 @@ def do(piece: Piece, progress: Callable[[str, float], None], fabric: Any = None)
     """Measure, and write `measured.json` last: a folder that has one is finished."""
     import torch
 
-    from bilip.probes.float32 import float32_products
+    from bilip.auditing.float32 import float32_products
 
     recipe, began = piece.recipe, time.perf_counter()
     piece.folder.mkdir(parents=True, exist_ok=True)

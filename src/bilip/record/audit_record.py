@@ -19,12 +19,13 @@ from bilip.errors import RecordError
 from bilip.record.files import read_file, write_aside
 from bilip.record.histogram import Histogram
 from bilip.record.plain import MOST, from_plain, parse_json, to_plain
+from bilip.record.quantity import Quantity, quantity_named
 
 __all__ = ["SCHEMA", "USES", "AuditRecord", "Measurement", "Picture", "Status", "Verdict"]
 
-SCHEMA = 1
+SCHEMA = 2
 FORMAT = "bilip-audit"
-USES = ("sampling", "likelihood", "ood-likelihood", "reversible-gradients")
+USES = ("inversion", "sampling", "likelihood", "ood-likelihood", "reversible-gradients")
 Scalar = float | int | str | bool | None
 
 
@@ -67,11 +68,12 @@ class Measurement:
         pictures: Images for the report.
         notes: Sentences that a reader of the numbers has to know.
         reason: Why nothing was measured; empty if something was.
+        quantities: What the values and the columns of the rows are.
 
     Example:
         >>> m = Measurement("reconstruction", "test", values={"relative_max": float("inf")})
-        >>> m.measured, m["relative_max"]
-        (True, inf)
+        >>> m.measured, m["relative_max"], m.quantity("relative_max").label
+        (True, inf, 'largest relative error')
     """
 
     probe: str
@@ -83,6 +85,11 @@ class Measurement:
     pictures: tuple[Picture, ...] = ()
     notes: tuple[str, ...] = ()
     reason: str = ""
+    quantities: tuple[Quantity, ...] = ()
+
+    def quantity(self, name: str) -> Quantity:
+        """What the value of this name is; for a measurement that does not say, what version 0.1 meant by the name."""
+        return next((q for q in self.quantities if q.name == name), None) or quantity_named(name)
 
     @property
     def measured(self) -> bool:
@@ -110,6 +117,8 @@ class Verdict:
         limit: What it was compared with.
         source: Where it was measured.
         remedy: What to do about it; empty if nothing needs doing.
+        quantity: What the deciding number is.
+        interval: For a share: what the true share lies in, with 99 % confidence.
     """
 
     use: str
@@ -120,6 +129,13 @@ class Verdict:
     limit: float | None = None
     source: str = ""
     remedy: str = ""
+    quantity: Quantity | None = None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def measure(self) -> Quantity:
+        """What the deciding number is, also where the verdict holds its name alone."""
+        return self.quantity or quantity_named(self.number or "value")
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,10 @@ class AuditRecord:
     def to_json(self) -> str:
         """Strict JSON; numbers that are not finite become strings."""
         document = {"format": FORMAT, **{f.name: to_plain(getattr(self, f.name)) for f in fields(self)}}
+        shared = {q: k for k, q in enumerate(dict.fromkeys(q for m in self.measurements for q in m.quantities))}
+        for plain, m in zip(document["measurements"], self.measurements, strict=True):
+            plain["quantities"] = [shared[q] for q in m.quantities]
+        document["quantities"] = [to_plain(q) for q in shared]
         return json.dumps(document, allow_nan=False, indent=1) + "\n"
 
     @classmethod
@@ -177,10 +197,11 @@ class AuditRecord:
             raise RecordError(f"{where} has schema {schema}; this bilip reads up to {SCHEMA}. Upgrade bilip.")
         try:
             document = from_plain(document)
+            known = [_quantity(q) for q in (_items(document, "quantities", dict) if schema > 1 else ())]
             return cls(
                 model=_typed(document, "model", dict),
                 sources=tuple(_items(document, "sources", dict)),
-                measurements=tuple(_measurement(m) for m in _items(document, "measurements", dict)),
+                measurements=tuple(_measurement(m, known) for m in _items(document, "measurements", dict)),
                 verdicts={use: _verdict(v) for use, v in _typed(document, "verdicts", dict).items()},
                 settings=_typed(document, "settings", dict),
                 environment=_typed(document, "environment", dict),
@@ -213,7 +234,15 @@ def _items(raw: Mapping[str, Any], name: str, kind: Any) -> list[Any]:
     return raw[name]
 
 
-def _measurement(raw: dict[str, Any]) -> Measurement:
+def _quantity(raw: dict[str, Any]) -> Quantity:
+    texts = {name: _typed(raw, name, str) for name in ("name", "label", "unit", "better", "judged_by")}
+    return Quantity(**texts, uses=tuple(_items(raw, "uses", str)))
+
+
+def _measurement(raw: dict[str, Any], known: list[Quantity]) -> Measurement:
+    places = _items(raw, "quantities", int) if "quantities" in raw else []
+    if any(not 0 <= k < len(known) for k in places):
+        raise ValueError("a measurement names a quantity that the record does not hold")
     series = _typed(raw, "series", dict)
     return Measurement(
         probe=_typed(raw, "probe", str),
@@ -225,6 +254,7 @@ def _measurement(raw: dict[str, Any]) -> Measurement:
         pictures=tuple(_picture(p) for p in _items(raw, "pictures", dict)),
         notes=tuple(_items(raw, "notes", str)),
         reason=_typed(raw, "reason", str),
+        quantities=tuple(known[k] for k in places),
     )
 
 
@@ -252,4 +282,18 @@ def _verdict(raw: dict[str, Any]) -> Verdict:
     for name in ("value", "limit"):
         if not isinstance(raw.get(name), (int, float, NoneType)):
             raise TypeError(f"{name!r} is {raw[name]!r:.40}, not a number")
-    return Verdict(**{**raw, **words, "status": Status(raw["status"])})
+    raw = {**raw, **words, "status": Status(raw["status"])}
+    if "quantity" not in raw:  # version 0.1 told shares by the percent sign of the reason
+        number = raw.get("number") or ""
+        share = " %" in raw["reason"] or "share" in number
+        flag = number in ("stochastic", "batch_dependent", "cached")
+        known = quantity_named(number)
+        raw["quantity"] = (
+            Quantity(number, known.label, "flag" if flag else "share" if share else "") if number else None
+        )
+    elif raw["quantity"] is not None:
+        raw["quantity"] = _quantity(_typed(raw, "quantity", dict))
+    if raw.get("interval") is not None:
+        low, high = _items(raw, "interval", (int, float))
+        raw["interval"] = (float(low), float(high))
+    return Verdict(**raw)

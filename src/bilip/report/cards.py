@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bilip.record import AuditRecord, Status, Verdict
-from bilip.report.format import USE_TITLES, clean, label, sentence
+from bilip.report.format import USE_TITLES, clean, sentence
 from bilip.report.summary import ordered_verdicts, verdict_numbers
 
 __all__ = ["Card", "cards"]
 
 WORDS = {Status.SAFE: "Safe", Status.UNSAFE: "Unsafe", Status.NOT_MEASURED: "Not measured"}
 QUESTIONS = {
+    "inversion": "May I recover x from z, edit latents, compress?",
     "sampling": "May I draw samples from it?",
     "likelihood": "May I trust its likelihood on data like mine?",
     "ood-likelihood": "May I trust its likelihood on other data?",
@@ -67,7 +68,7 @@ def _card(v: Verdict) -> Card:
         status=v.status.value,
         word=WORDS[v.status],
         value=value,
-        label=label(v.number or "value") + where if value else "",
+        label=clean(v.measure.label) + where if value else "",
         limit=limit,
         reason=sentence(v.reason),
     )

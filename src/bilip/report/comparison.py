@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bilip.record import AuditRecord, Status
-from bilip.report.format import USE_TITLES, as_float, clean, named, number, word
+from bilip.record import AuditRecord, Quantity, Status
+from bilip.report.format import USE_TITLES, as_float, clean, number, word, written
 from bilip.report.markdown import markdown_table, plain
 from bilip.report.summary import STATUS_WORDS, non_finite, ordered_verdicts, worst_condition
 from bilip.report.terminal import Teller
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Change", "Comparison", "VerdictChange", "compare", "comparison_markdown", "print_comparison"]
 
 SAME = 1.25
-NUMBERS = {
-    "share_non_finite": "Inf/NaN",
-    "share_lost": "wrong or Inf/NaN",
-    "relative_median": "median error",
-    "relative_p999": "p99.9 error",
-    "condition": "condition",
-}
+LOST = Quantity("share_non_finite", "Inf/NaN", "share", "lower")
+WRONG = Quantity("share_lost", "wrong or Inf/NaN", "share", "lower")
+MEDIAN = Quantity("relative_median", "median error", "relative", "lower")
+TAIL = Quantity("relative_p999", "p99.9 error", "relative", "lower")
+CONDITION = Quantity("condition", "condition", "", "lower")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class VerdictChange:
 
 @dataclass(frozen=True)
 class Change:
-    """One number of one source before and after; smaller is better.
+    """One number of one source before and after.
 
     Attributes:
         source: Name of the source.
@@ -49,6 +47,7 @@ class Change:
         after: Its value after.
         ratio: After divided by before; NaN where that means nothing.
         word: better, worse, same (within a factor of 1.25) or unknown.
+        quantity: What the number is.
     """
 
     source: str
@@ -57,6 +56,7 @@ class Change:
     after: float
     ratio: float
     word: str
+    quantity: Quantity
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def _verdict_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 def _change_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for c in comparison.changes:
         ratio = "–" if math.isnan(c.ratio) else f"{number(c.ratio)}×"
-        sides = ("–" if math.isnan(v) else named(c.name, v) for v in (c.before, c.after))
-        yield (clean(c.source, 60), NUMBERS[c.name], *sides, ratio, c.word)
+        sides = ("–" if math.isnan(v) else written(c.quantity, v) for v in (c.before, c.after))
+        yield (clean(c.source, 60), clean(c.quantity.label, 40), *sides, ratio, c.word)
 
 
 def _verdicts(before: AuditRecord, after: AuditRecord) -> Iterator[VerdictChange]:
@@ -172,30 +172,40 @@ def _verdicts(before: AuditRecord, after: AuditRecord) -> Iterator[VerdictChange
 def _changes(before: AuditRecord, after: AuditRecord) -> Iterator[Change]:
     sides = [_numbers(before), _numbers(after)]
     for source in [s for s in sides[0] if s in sides[1]]:
-        for name in NUMBERS:
-            a, b = sides[0][source][name], sides[1][source][name]
+        for q in dict.fromkeys([*sides[0][source], *sides[1][source]]):
+            a, b = (side[source].get(q, math.nan) for side in sides)
             if not (math.isnan(a) and math.isnan(b)):
                 ratio = b / a if a and math.isfinite(a) and not math.isnan(b) else math.nan
-                yield Change(source, name, a, b, ratio, _judge(a, b))
+                yield Change(source, q.name, a, b, ratio, _judge(a, b, q.better), q)
 
 
-def _numbers(record: AuditRecord) -> dict[str, dict[str, float]]:
-    found = {}
-    for m in record.find("reconstruction"):
-        if m.measured:
-            values = {name: m.get(name) for name in NUMBERS}
-            values |= {"share_non_finite": non_finite(m), "share_lost": non_finite(m) + as_float(m.get("share_wrong"))}
-            values |= {"condition": worst_condition(record, m.source)[1]}
-            found[m.source] = {name: as_float(v) for name, v in values.items()}
+def _numbers(record: AuditRecord) -> dict[str, dict[Quantity, float]]:
+    """By source: the round trip in five numbers, and whatever other probes measure that is judged."""
+    found: dict[str, dict[Quantity, float]] = {}
+    for m in record.measurements:
+        if m.measured and m.probe == "reconstruction":
+            found.setdefault(m.source, {}).update(
+                {
+                    LOST: non_finite(m),
+                    WRONG: non_finite(m) + as_float(m.get("share_wrong")),
+                    MEDIAN: as_float(m.get("relative_median")),
+                    TAIL: as_float(m.get("relative_p999")),
+                    CONDITION: worst_condition(record, m.source)[1],
+                }
+            )
+        elif m.measured:
+            judged = {q: as_float(m.get(q.name)) for q in m.quantities if q.judged and q.better}
+            if judged:
+                found.setdefault(m.source, {}).update(judged)
     return found
 
 
-def _judge(before: float, after: float) -> str:
+def _judge(before: float, after: float, better: str) -> str:
     if math.isnan(before) or math.isnan(after):
         return "unknown"
     if before == after or (before > 0 and after > 0 and 1 / SAME <= after / before <= SAME):
         return "same"
-    return "better" if after < before else "worse"
+    return "better" if (after < before) == (better != "higher") else "worse"
 
 
 def _warnings(before: AuditRecord, after: AuditRecord) -> Iterator[str]:

@@ -6,12 +6,12 @@ import math
 from datetime import UTC, datetime
 from typing import Any
 
+from bilip.record import Quantity
+
 __all__ = [
     "USE_TITLES",
     "as_float",
     "clean",
-    "label",
-    "named",
     "number",
     "plural",
     "power",
@@ -20,25 +20,16 @@ __all__ = [
     "share",
     "when",
     "word",
+    "written",
 ]
 
 MISSING = "–"
 USE_TITLES = {
+    "inversion": "Inversion",
     "sampling": "Sampling",
     "likelihood": "Likelihood on data",
     "ood-likelihood": "Likelihood out of distribution",
     "reversible-gradients": "Memory-saving gradients",
-}
-_LABELS = {
-    "relative_median": "median relative error",
-    "relative_p99": "p99 relative error",
-    "relative_p999": "p99.9 relative error",
-    "relative_max": "largest relative error",
-    "share_non_finite": "share of Inf/NaN",
-    "share_wrong": "share of wrong reconstructions",
-    "share_failed": "share of samples that raised",
-    "antisymmetry_p999": "p99.9 of |log det F + log det F⁻¹| per dimension",
-    "condition": "condition number",
 }
 
 
@@ -117,28 +108,18 @@ def power(log10: Any) -> str:
     return f"{mantissa.removesuffix('.0')}e{whole}" if mantissa != "10.0" else f"1e{whole + 1}"
 
 
-def named(name: str, value: Any) -> str:
-    """A value by the rules of its name: shares in percent, logarithms as powers.
+def written(quantity: Quantity, value: Any) -> str:
+    """A value by its unit: shares in percent, logarithms as powers, others as numbers.
 
     Example:
-        >>> named("share_nan", 0.5), named("log10_inverse", 3.0), named("relative_max", 1e-6)
+        >>> written(Quantity("bad", unit="share"), 0.5), written(Quantity("top", unit="log10"), 3.0), written(Quantity("k"), 1e-6)
         ('50 %', '1000', '1e-6')
     """
-    if "share" in name:
+    if quantity.unit == "share":
         return share(value)
-    if "log10" in name:
+    if quantity.unit == "log10":
         return power(value)
     return number(value)
-
-
-def label(name: str) -> str:
-    """What a measured number is called in a sentence.
-
-    Example:
-        >>> label("relative_p999"), label("sigma_min")
-        ('p99.9 relative error', 'sigma min')
-    """
-    return _LABELS.get(name, clean(name.replace("_", " ")))
 
 
 def word(value: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from bilip.record import Picture
-from bilip.report.format import as_float, named, word
+from bilip.record import Picture, Quantity, quantity_named
+from bilip.report.format import as_float, word, written
 
 __all__ = ["Cell", "Figure", "Fold", "Gallery", "Line", "Part", "Section", "Table", "table"]
 
@@ -102,9 +102,16 @@ class Section:
 
 
 def table(
-    caption: str, columns: Iterable[tuple[str, str]], rows: Iterable[Mapping[str, Any]], *, sortable: bool = False
+    caption: str,
+    columns: Iterable[tuple[str, str]],
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    sortable: bool = False,
+    quantity: Callable[[str], Quantity] = quantity_named,
 ) -> Table:
     """A table of record rows; a column is its name in the record and its head. Columns without any value are left out.
+
+    `quantity` says what the values of a column are, and so how they are written.
 
     Example:
         >>> table("t", [("block", "block"), ("share_wrong", "wrong"), ("gain", "gain")], [{"block": "3", "share_wrong": 0.5}]).heads
@@ -112,14 +119,14 @@ def table(
     """
     rows = list(rows)
     kept = [(name, head) for name, head in columns if any(row.get(name) is not None for row in rows)]
-    cells = tuple(tuple(_cell(name, row.get(name)) for name, _ in kept) for row in rows)
+    cells = tuple(tuple(_cell(quantity(name), row.get(name)) for name, _ in kept) for row in rows)
     numeric = tuple(any(line[i].numeric for line in cells) for i in range(len(kept)))
     return Table(caption, tuple(head for _, head in kept), cells, numeric, sortable)
 
 
-def _cell(name: str, value: Any) -> Cell:
+def _cell(quantity: Quantity, value: Any) -> Cell:
     if isinstance(value, Cell):
         return value
     if isinstance(value, (bool, str)) or value is None:
         return Cell(word(value), word(value))
-    return Cell.of(named(name, value), as_float(value))
+    return Cell.of(written(quantity, value), as_float(value))

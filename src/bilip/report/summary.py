@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bilip.record import USES, AuditRecord, Measurement, Status, Verdict
-from bilip.report.format import as_float, clean, label, number, plural, shape, share, when
+from bilip.report.format import as_float, clean, number, plural, shape, share, when, written
 
 __all__ = ["STATUS_WORDS", "SourceLine", "Summary", "deciding", "ordered_verdicts", "summarize", "verdict_numbers"]
 
@@ -63,8 +63,8 @@ def summarize(record: AuditRecord) -> Summary:
         failures=tuple(
             f"{share(m.get('share_failed'))} of {clean(m.source, 40)} made the model raise: "
             + clean(m.get("failure") or "no message", 200)
-            for m in record.find("reconstruction")
-            if as_float(m.get("share_failed")) > 0
+            for m in record.measurements
+            if m.probe in ("reconstruction", "sampling") and as_float(m.get("share_failed")) > 0
         ),
         advice=_advice(verdicts),
     )
@@ -97,14 +97,13 @@ def verdict_numbers(verdict: Verdict) -> tuple[str, str]:
     """The deciding number and its limit as people read them; empty where a yes or no decided.
 
     Example:
-        >>> verdict_numbers(Verdict("sampling", Status.UNSAFE, "2 % are lost.", "non-finite samples", 0.02, 0.0))
+        >>> verdict_numbers(Verdict("sampling", Status.UNSAFE, "2 % are lost.", "share_non_finite", 0.02, 0.0))
         ('2 %', '0 %')
     """
-    if verdict.value is None or verdict.number in ("stochastic", "batch_dependent", "cached"):
+    if verdict.value is None or verdict.measure.unit == "flag":
         return "", ""
-    part = "share" in verdict.number or " %" in verdict.reason
-    write = share if part else number
-    return write(verdict.value), write(verdict.limit) if verdict.limit is not None else ""
+    limit = written(verdict.measure, verdict.limit) if verdict.limit is not None else ""
+    return written(verdict.measure, verdict.value), limit
 
 
 def deciding(verdict: Verdict) -> str:
@@ -112,7 +111,7 @@ def deciding(verdict: Verdict) -> str:
     value, limit = verdict_numbers(verdict)
     if not value:
         return clean(verdict.reason)
-    text = f"{label(verdict.number or 'value')} {value}" + (f" (limit {limit})" if limit else "")
+    text = f"{clean(verdict.measure.label)} {value}" + (f" (limit {limit})" if limit else "")
     return text + (f" on {clean(verdict.source, 60)}" if verdict.source else "")
 
 

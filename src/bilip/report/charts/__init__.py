@@ -1,17 +1,5 @@
-"""One figure a file: measurements in, a plotly figure out."""
+"""What figures share: histograms over a logarithmic axis, curves and marks. A figure of one probe stands in its section."""
 
-from bilip.report.charts.attack import attack_figure
-from bilip.report.charts.blame import blame_figure
 from bilip.report.charts.distribution import distribution_figure
-from bilip.report.charts.error_map import map_figure
-from bilip.report.charts.precision import precision_figure
-from bilip.report.charts.spectrum import spectrum_figure
 
-__all__ = [
-    "attack_figure",
-    "blame_figure",
-    "distribution_figure",
-    "map_figure",
-    "precision_figure",
-    "spectrum_figure",
-]
+__all__ = ["distribution_figure"]

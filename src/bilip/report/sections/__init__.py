@@ -1,83 +1,64 @@
-"""The sections of a page: each asks one question, explains it in plain words and shows what was measured."""
+"""The sections of a page: one file for each probe with its text, table and figure; a probe without one is drawn from its quantities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 
 from bilip.record import AuditRecord, Measurement
+from bilip.report.charts import distribution_figure
 from bilip.report.format import clean, sentence
 from bilip.report.parts import Line, Section, table
 from bilip.report.sections.common import by_source, gallery, measured, some
-from bilip.report.sections.density import log_det_section, sampling_section, trust_section
-from bilip.report.sections.inside import blame_section, bounds_section, spectrum_section
-from bilip.report.sections.round_trip import errors_section, map_section, worst_section
-from bilip.report.sections.stress import attack_section, precision_section
 
-__all__ = ["PROBES", "sections"]
+__all__ = ["sections"]
 
-PROBES = {
-    "reconstruction": "reconstruction",
-    "map": "map of the error",
-    "blame": "blame by block",
-    "spectrum": "spectrum",
-    "bounds": "proven bounds",
-    "precision": "precision ladder",
-    "attack": "attack",
-    "sampling": "sampling",
-    "log_det": "log-determinant",
-    "trust": "trust",
-}
-
-TITLES = {"consistency": "Is it a function at all?"}
-LEADS = {
-    "consistency": "The same input twice, alone and in a batch, should give the same answer; and the inverse should compute, not remember."
-}
-BUILDERS: tuple[Callable[[AuditRecord], Section], ...] = (
-    errors_section,
-    map_section,
-    worst_section,
-    blame_section,
-    spectrum_section,
-    bounds_section,
-    precision_section,
-    attack_section,
-    sampling_section,
-    log_det_section,
-    trust_section,
-)
+_SHARED = ("common",)
 
 
 def sections(record: AuditRecord) -> list[Section]:
     """All sections that have something to show; the last one lists what was not measured."""
-    built = [build(record) for build in BUILDERS]
-    return [*(s for s in built if s.parts), *_others(record), *_notes(record), *_missing(record)]
+    own = {m.name: import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__) if m.name not in _SHARED}
+    built = [s for module in sorted(own.values(), key=lambda m: m.PLACE) for s in module.sections(record)]
+    others = dict.fromkeys(m.probe for m in record.measurements if m.measured and m.probe not in own)
+    drawn = [_drawn(record, probe, f"other-{k + 1}") for k, probe in enumerate(others)]
+    return [s for s in (*built, *drawn, *_notes(record), *_missing(record)) if s.parts]
 
 
-def _others(record: AuditRecord) -> list[Section]:
-    """Probes that this page knows nothing about, as they are."""
-    probes = dict.fromkeys(m.probe for m in record.measurements if m.measured and m.probe not in PROBES)
-    found = []
-    for probe in probes:
-        names = dict.fromkeys(name for m in measured(record, probe) for name in m.values)
-        columns = [(name, clean(name.replace("_", " "), 40)) for name in names]
-        parts = some(
-            by_source(record, probe, "By source", columns) if columns else None,
-            *(
-                table(f"On {clean(m.source, 60) or 'all'}", _columns(m), m.rows[:200], sortable=True)
-                for m in measured(record, probe)
-                if m.rows
-            ),
-            gallery("Pictures", measured(record, probe)),
-        )
-        if parts:
-            title = TITLES.get(probe, clean(probe.replace("_", " "), 60).capitalize())
-            found.append(Section(f"other-{len(found) + 1}", title, LEADS.get(probe, "As the probe states it."), parts))
-    return found
+def _drawn(record: AuditRecord, probe: str, name: str) -> Section:
+    """A probe that this page knows nothing about, from the quantities of its measurements."""
+    found = measured(record, probe)
+    columns = dict.fromkeys((value, clean(m.quantity(value).label, 60)) for m in found for value in m.values)
+    histograms = dict.fromkeys((h, m.quantity(h)) for m in found for h in m.histograms)
+    parts = some(
+        by_source(record, probe, "By source", list(columns)) if columns else None,
+        *(distribution_figure(found, h, _capital(clean(q.label, 60)), q.unit or q.label) for h, q in histograms),
+        *(
+            table(f"On {clean(m.source, 60) or 'all'}", _columns(m), m.rows[:200], sortable=True, quantity=m.quantity)
+            for m in found
+            if m.rows
+        ),
+        gallery("Pictures", found),
+    )
+    said = record.settings.get("sections")
+    text = said.get(probe) if isinstance(said, Mapping) else None
+    text = text if isinstance(text, Mapping) else {}
+    title = clean(text.get("title") or _capital(_title(probe)), 120)
+    return Section(name, title, sentence(text.get("lead") or f"What the probe {_title(probe)} measured"), parts)
 
 
 def _columns(m: Measurement) -> list[tuple[str, str]]:
     names = dict.fromkeys(str(name) for row in m.rows for name in row)
-    return [(name, clean(name.replace("_", " "), 40)) for name in names]
+    return [(name, clean(m.quantity(name).label, 40)) for name in names]
+
+
+def _title(probe: str) -> str:
+    return clean(probe.replace("_", " "), 60)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _notes(record: AuditRecord) -> list[Section]:
@@ -88,7 +69,8 @@ def _notes(record: AuditRecord) -> list[Section]:
 def _missing(record: AuditRecord) -> list[Section]:
     lines = _grouped((m, m.reason) for m in record.measurements if m.reason)
     asked = {m.probe for m in record.measurements}
-    absent = [title for probe, title in PROBES.items() if probe not in asked]
+    known = [m.name for m in iter_modules(__path__) if m.name not in _SHARED]
+    absent = [_title(probe) for probe in known if probe not in asked]
     if absent:
         lines.append(Line(f"Not part of this audit: {', '.join(absent)}."))
     return [Section("missing", "Not measured", "What this audit leaves open, and why.", tuple(lines))] if lines else []
@@ -101,7 +83,6 @@ def _grouped(said: Iterable[tuple[Measurement, str]]) -> list[Line]:
         groups.setdefault((m.probe, sentence(text, capital=False)), {})[clean(m.source, 60)] = None
     lines = []
     for (probe, text), sources in groups.items():
-        title = PROBES.get(probe, clean(probe, 60))
         where = ", ".join(s for s in list(sources)[:8] if s)
-        lines.append(Line(text, f"{title[:1].upper()}{title[1:]}" + (f", on {where}" if where else "")))
+        lines.append(Line(text, _capital(_title(probe)) + (f", on {where}" if where else "")))
     return lines

@@ -18,8 +18,9 @@ def measured(record: AuditRecord, probe: str) -> list[Measurement]:
 
 def by_source(record: AuditRecord, probe: str, caption: str, columns: Sequence[tuple[str, str]]) -> Table | None:
     """One row for each source."""
-    rows = [{"source": m.source or "all", **m.values} for m in measured(record, probe)]
-    return table(caption, [("source", "source"), *columns], rows) if rows else None
+    found = measured(record, probe)
+    rows = [{"source": m.source or "all", **m.values} for m in found]
+    return table(caption, [("source", "source"), *columns], rows, quantity=found[0].quantity) if rows else None
 
 
 def some(*parts: Part | None) -> tuple[Part, ...]:

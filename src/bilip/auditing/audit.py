@@ -1,0 +1,420 @@
+"""The audit: sources x probes -> measurements -> verdicts -> record."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any
+
+import torch
+
+from bilip.auditing import probes as p
+from bilip.auditing.budget import BUDGETS, Budget, budget_named
+from bilip.auditing.float32 import float32_products, uses_tf32
+from bilip.auditing.looks import Looks
+from bilip.auditing.probes.blame import kind_of
+from bilip.auditing.probes.probe import ENDED, PROBES, Task
+from bilip.auditing.verdicts import Thresholds, judge
+from bilip.data import Batch, Source, as_source, noise
+from bilip.data.noise import NOISE_NAMES
+from bilip.data.rows import TensorRows
+from bilip.errors import InputError, NotMeasured
+from bilip.record import AuditRecord, Measurement, environment
+
+__all__ = ["BUDGETS", "Budget", "audit"]
+
+Progress = Callable[[str, float], None]
+
+
+def audit(
+    model: Any,
+    sources: Mapping[str, Any] | Any,
+    *,
+    ood: Sequence[str] = (),
+    budget: str | Budget = "standard",
+    time: float | None = None,
+    probes: Sequence[str | p.Probe] | None = None,
+    thresholds: Thresholds | None = None,
+    bits: int | None = None,
+    autocast: torch.dtype | None = None,
+    tf32: bool | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    command: str = "",
+    keep_interrupted: bool = False,
+    progress: Progress | None = None,
+) -> AuditRecord:
+    r"""Is this model still invertible, where does it break, and what may it be used for?
+
+    The model is audited as you run it: in evaluation mode, in its own dtype, with the TF32 switches and the autocast that hold at the
+    call. Modes are put back afterwards; nothing about the model is changed.
+
+    Args:
+        model: A bijection, a flow, or anything `as_bijection` takes.
+        sources: By name: a batch, a pair `(x, context)`, a file (`.npy`, `.npz`, `.safetensors`), a folder of images or a
+            `Source`. A single one is called `data`. Names that begin with uniform, gaussian, rademacher or scaled are out of
+            distribution.
+        ood: Sources to be treated as out of distribution, by name; or noise made from the first data source, as in `"uniform"`,
+            `"gaussian"`, `"rademacher"`, `"scaled:10"`.
+        budget: `"quick"`, `"standard"`, `"thorough"`, or a `Budget`.
+        time: Seconds that the audit may take; a probe that is running then ends with its current batch. What was not measured by then is
+            recorded as not measured, with the reason. `None` for as long as it takes.
+        probes: Names of probes, or probes of your own; by default all that make sense for the model.
+        thresholds: What counts as safe.
+        bits: Bit depth of the data, for attacks inside the dequantization cell.
+        autocast: Judge the model under autocast to this dtype; by default as it is at the call.
+        tf32: Judge it with TF32 products on or off; by default as it is at the call.
+        seed: Seed of everything random.
+        name: Name of the model in reports.
+        command: The command to repeat the audit, for the report.
+        keep_interrupted: On Ctrl-C return what was measured so far instead of raising.
+        progress: Called with a text and the share that is done; by default a line on the terminal.
+
+    Example:
+        >>> import bilip
+        >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, coupling="additive"))
+        >>> record = bilip.audit(flow, torch.randn(1000, 2), ood=["uniform"], budget="quick")
+        >>> record.verdicts["likelihood"].status.value, record.verdicts["sampling"].status.value
+        ('safe', 'safe')
+    """
+    started = monotonic()
+    spent = budget if isinstance(budget, Budget) else budget_named(budget)
+    for label, value, least, most in (("seed", seed, 0, 2**63 - 1), ("bits", bits, 1, 32)):
+        if value is not None and not (isinstance(value, int) and least <= value <= most):
+            raise InputError(f"audit({label}={value!r}): expected a whole number, {least} to {most}.")
+    clock = _Clock(started, time)
+    thresholds = thresholds or Thresholds()
+    probes = None if probes is None else _listed([probes] if isinstance(probes, p.Probe) else probes)
+    with _unended():
+        subject = p.Subject.of(model, name)
+    _require_numbers(subject)
+    streams = _sources(sources, ood, spent, seed)
+    for stream in streams:
+        stream.check(spent.samples)
+    thresholds = replace(
+        thresholds,
+        relative=thresholds.limit(subject.eps),
+        bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
+    )
+    show, measurements, stopped = progress or _Line(), [], False
+    failing: dict[str, Batch] = {}
+    with (
+        _arithmetic(subject, autocast, tf32) as as_run,
+        subject.evaluating(),
+        torch.random.fork_rng(devices=subject.devices),
+        warnings.catch_warnings(),
+    ):
+        # what a library says to its own developers is not for the user of a model
+        warnings.filterwarnings("ignore", message=".*deprecated")
+        torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
+        for stream in streams:
+            first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
+            subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
+        main = next((s for s in streams if s.role == "data"), streams[0])
+        plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
+        closer = {probe.name: probe for probe, _ in plan if probe.scope == "failing"}
+        for k, (probe, stream) in enumerate([*plan, *((probe, None) for probe in closer.values())]):
+            if stream is None:  # samples of the model that are bad
+                if "base" not in failing or stopped or any(s.name == "base" for s in streams):
+                    continue
+                stream = Source("base", TensorRows(failing["base"].x), context=_context_rows(failing["base"]))
+            elif probe.only_failing and stream is not main and stream.name not in failing:
+                continue
+            text = f"{probe.name} on {stream.name}"
+            if stopped or clock.over:
+                reason = "the audit was stopped before" if stopped else clock.reason
+                measurements.append(Measurement(probe.name, stream.name, reason=reason))
+                continue
+
+            try:
+                show(text, min(1.0, k / len(plan)))
+                with subject.watched(clock.check), _told(probe, _moving(clock, show, text, k, len(plan))):
+                    found = probe.find(subject, _at_failing(probe, stream, failing))
+                measurement = found.measurement
+                if clock.rang:  # a part of what it measures may be missing
+                    measurement = Measurement(probe.name, stream.name, reason=clock.reason)
+                measurements.append(measurement)
+                if found.failing is not None:
+                    failing.setdefault(measurement.source, found.failing)
+            except KeyboardInterrupt:
+                if not keep_interrupted:
+                    raise
+                stopped = True
+                measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped here"))
+    show("done", 1.0)
+    described = tuple(_describe(stream, spent) for stream in streams)
+    return AuditRecord(
+        model=_about(subject, streams[0]),
+        sources=described,
+        measurements=tuple(measurements),
+        verdicts=judge(measurements, described, thresholds, subject.eps),
+        settings={
+            "seed": seed,
+            "budget": budget if isinstance(budget, str) else "custom",
+            "costs": asdict(spent),
+            "probes": list(dict.fromkeys(probe.name for probe, _ in plan)),
+            "thresholds": {k: v for k, v in asdict(thresholds).items() if v is not None and k not in ("share", "more")}
+            | dict(thresholds.more or {}),
+            "sections": {
+                probe.name: {"title": probe.section[0], "lead": probe.section[1]}
+                for probe, _ in plan
+                if any(probe.section)
+            },
+            "bits": bits,
+            "command": command,
+            "seconds": round(monotonic() - started, 3),
+            **as_run,
+            "stopped": stopped,
+            "time": time,
+            "out_of_time": clock.rang or any(m.reason == clock.reason for m in measurements if m.reason),
+        },
+        environment=environment() | _device(subject),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+class _Clock:
+    """How long an audit may take; `check` raises when that is over."""
+
+    def __init__(self, started: float, seconds: float | None) -> None:
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+        ):
+            raise InputError(f"audit(time={seconds!r}): expected a positive number of seconds, or None.")
+        self.end = math.inf if seconds is None else started + seconds
+        self.reason = "" if seconds is None else f"the time of {seconds:g} s was over"
+        self.rang = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left."""
+        return monotonic() >= self.end
+
+    def check(self) -> None:
+        """Raise `NotMeasured` if there is no time left."""
+        if self.over:
+            self.rang = True
+            raise NotMeasured(self.reason)
+
+
+def _moving(clock: _Clock, show: Progress, text: str, done: int, planned: int) -> Callable[[float], None]:
+    """What a probe calls as it goes: looks at the clock, and shows how far the audit is."""
+
+    def moved(share: float) -> None:
+        clock.check()
+        show(text, min(1.0, (done + share) / planned))
+
+    return moved
+
+
+@contextlib.contextmanager
+def _told(probe: p.Probe, progress: Callable[[float], None]) -> Iterator[None]:
+    """Inside, a probe tells of its progress; afterwards it is as it was."""
+    before = vars(probe).get("progress")
+    probe.progress = progress
+    try:
+        yield
+    finally:
+        if before is None:
+            del probe.progress
+        else:
+            probe.progress = before
+
+
+@contextlib.contextmanager
+def _unended() -> Iterator[None]:
+    """Inside, a model that ends the program is an error like any other."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{ENDED} ({type(error).__name__}: {error}).") from error
+
+
+def _require_numbers(subject: p.Subject) -> None:
+    empty = [name for name, value in subject.bijection.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty:
+        raise InputError(
+            f"the model is on the device meta, where tensors have no numbers ({empty[0]}). Load its weights first, as in "
+            "model.to_empty(device='cpu') and model.load_state_dict(...)."
+        )
+
+
+def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
+    table = dict(given) if isinstance(given, Mapping) else {"data": given}
+    if not table:
+        raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
+    ood = _listed(ood)
+    found: dict[str, Source] = {}
+    for label, value in table.items():
+        name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
+        found[name] = _called(name, value, role="ood" if name in ood else None)
+    first = next(iter(found.values()))
+    for source in found.values():
+        if source.shape != first.shape:
+            raise InputError(
+                f"the sources differ in shape: samples of {first.name!r} have shape {first.shape}, those of {source.name!r} "
+                f"{source.shape}. One model takes one of them."
+            )
+    like = next((s for s in found.values() if s.role == "data"), first)
+    for spec in ood:
+        if spec in found:
+            continue
+        if str(spec).partition(":")[0] not in NOISE_NAMES:
+            raise InputError(
+                f"ood={spec!r} is neither the name of a source ({', '.join(found)}) nor a kind of noise: "
+                f"{', '.join(NOISE_NAMES)}."
+            )
+        found[spec] = noise(spec, like, count=budget.noise, seed=seed)
+    return list(found.values())
+
+
+def _called(name: str, value: Any, role: str | None) -> Source:
+    """A source under the name and in the role that this audit gives it."""
+    source = as_source(name, value, role=role)
+    if source.name == name and role in (None, source.role):
+        return source
+    return Source(
+        name,
+        source.rows,
+        role=role or source.role,
+        description=source.description,
+        context=source.context_rows,
+    )
+
+
+def _listed(names: Any) -> list[Any]:
+    """One name, names with commas between them, or a list."""
+    return [part.strip() for part in names.split(",") if part.strip()] if isinstance(names, str) else list(names)
+
+
+def _plan(
+    streams: list[Source],
+    budget: Budget,
+    wanted: Sequence[str | p.Probe] | None,
+    thresholds: Thresholds,
+    bits: int | None,
+    seed: int,
+) -> Iterable[tuple[p.Probe, Source]]:
+    """Every registered probe that the budget pays for, where its scope says; then the probes that were passed."""
+    main = next((s for s in streams if s.role == "data"), streams[0])
+    task = Task(
+        seed=seed,
+        shape=main.shape,
+        conditional=main.context_shape is not None,
+        bits=bits,
+        relative=thresholds.relative,
+        log_prob=thresholds.log_prob,
+        range=thresholds.range,
+        looks=Looks(thresholds.bad_share or 0.0, most=budget.samples),
+    )
+    names = None if wanted is None else [_named(w) for w in wanted]
+    for probe in sorted(PROBES.values(), key=lambda probe: (probe.scope == "failing", probe.place)):
+        cost = probe.cost(budget, task)
+        if cost is None and names is not None and probe.name in names:
+            cost = {}  # asked for by name: as it comes
+        if cost is None or (names is not None and probe.name not in names):
+            continue
+        made = probe(**cost)
+        for stream in [main] if probe.scope == "data" else streams:
+            yield made, stream
+    for probe in wanted or ():
+        if isinstance(probe, p.Probe):
+            for stream in streams:
+                yield probe, stream
+
+
+def _at_failing(probe: p.Probe, stream: Source, failing: Mapping[str, Batch]) -> Source:
+    """The samples that fail on a source, for a probe that looks at these; the source itself where none does."""
+    lost = failing.get(stream.name)
+    if probe.scope != "failing" or lost is None:
+        return stream
+    return Source(stream.name, TensorRows(lost.x), role=stream.role, context=_context_rows(lost))
+
+
+def _context_rows(batch: Batch) -> TensorRows | None:
+    return None if batch.context is None else TensorRows(batch.context)
+
+
+@contextlib.contextmanager
+def _arithmetic(subject: p.Subject, autocast: torch.dtype | None, tf32: bool | None) -> Iterator[dict[str, Any]]:
+    """The arithmetic that is judged: what was given, else what holds at the call. What comes out is what the record states."""
+    kind = subject.device.type
+    with contextlib.ExitStack() as stack:
+        if autocast is not None:
+            stack.enter_context(torch.autocast(kind, dtype=autocast))
+        if tf32 is not None:
+            stack.enter_context(float32_products("tf32" if tf32 else "ieee"))
+        on = torch.is_autocast_enabled(kind)
+        yield {
+            "tf32": kind == "cuda" and uses_tf32(),
+            "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
+        }
+
+
+def _named(wanted: str | p.Probe) -> str:
+    if isinstance(wanted, p.Probe):
+        return ""
+    if wanted not in PROBES:
+        raise InputError(
+            f"audit(probes=...): unknown probe {wanted!r}; expected {', '.join(PROBES)} or a Probe of your own."
+        )
+    return wanted
+
+
+def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
+    parts = subject.parts
+    bijection = subject.bijection
+    return {
+        "name": subject.name,
+        "library": subject.library,
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "device": subject.device.type,
+        "parameters": sum(q.numel() for q in bijection.parameters()),
+        "shape": list(source.shape),
+        "dimension": math.prod(source.shape),
+        "blocks": [{"name": name, "kind": kind_of(part)} for name, part in parts],
+        "base": subject.base is not None,
+    }
+
+
+def _describe(source: Source, budget: Budget) -> dict[str, Any]:
+    used = source.count if budget.samples is None else min(source.count, budget.samples)
+    return {
+        "name": source.name,
+        "role": source.role,
+        "count": used,
+        "shape": list(source.shape),
+        "description": source.description,
+    }
+
+
+def _device(subject: p.Subject) -> dict[str, str]:
+    if subject.device.type != "cuda":
+        return {"threads": str(torch.get_num_threads())}
+    return {"device": torch.cuda.get_device_name(subject.device), "cuda": str(torch.version.cuda)}
+
+
+class _Line:
+    """One line on the terminal that appears after two seconds and goes away at the end."""
+
+    def __init__(self) -> None:
+        self.started, self.shown = monotonic(), False
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, text: str, share: float) -> None:
+        if not self.live or monotonic() - self.started < 2:
+            return
+        if share >= 1:
+            sys.stderr.write("\r\033[K" if self.shown else "")
+        else:
+            sys.stderr.write(f"\r\033[Kbilip audit {100 * share:3.0f} %  {text}")
+        self.shown = True
+        sys.stderr.flush()

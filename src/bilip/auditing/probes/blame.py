@@ -1,0 +1,357 @@
+"""Which block breaks the inverse, and how."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bilip import _linalg
+from bilip.adapters import Foreign
+from bilip.auditing.budget import Budget
+from bilip.auditing.guarded import run_guarded
+from bilip.auditing.probes.inside import inner_parts
+from bilip.auditing.probes.lanczos import largest_singular_value
+from bilip.auditing.probes.linear_part import LinearPart
+from bilip.auditing.probes.probe import Probe, Task
+from bilip.auditing.round_trip import distances, norms
+from bilip.auditing.subject import Subject
+from bilip.blocks import Bijection
+from bilip.blocks.on_kept import OnKept
+from bilip.data import Source
+from bilip.errors import NotMeasured
+from bilip.record import Measurement, Quantity
+
+__all__ = ["Blame"]
+
+_DENSE = 64
+_STEPS = 12
+
+
+class Blame(Probe):
+    r"""Follows the error block by block, for own and foreign blocks alike.
+
+    The forward pass stores what reaches each block. *Local* error: the round trip of one block alone, at these activations.
+    *Carried* error: what is wrong with each activation when walking back from z; its growth through a block's inverse is the
+    *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's
+    own Jacobian, in float64 at a few samples, and its log-determinant against slogdet for up to 64 dimensions.
+
+    In an audit it walks the samples that fail. The guilty block is the one whose own round trip is wrong; if there is none, the one
+    whose inverse makes the error grow by 10 or more and three times as much as the median block. Where none stands out, none is named.
+    Weights that are not finite are named before anything else.
+
+    Args:
+        samples: Samples walked through the model.
+        spectra: Samples for the blocks' Jacobians; 0 leaves them out.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> m = Blame().measure(real_nvp(2, blocks=3), torch.randn(10, 2))
+        >>> len(m.rows), m["guilty"]
+        (3, '')
+    """
+
+    name = "blame"
+    scope = "failing"
+    place = 50
+    quantities = (
+        Quantity("samples", "samples walked", "count"),
+        Quantity("wrong", "of them do not come back", "count", "lower"),
+        Quantity("guilty", "block that stands out", "text"),
+        Quantity("guilty_kind", "its class", "text"),
+        Quantity("why", "why", "text"),
+        Quantity("first_non_finite", "first block that is not finite", "text"),
+        Quantity("guilty_log_det", "block with a wrong log-determinant", "text"),
+        Quantity("inside", "composite that it is a part of", "text"),
+        Quantity("cause", "rounding, solver or bug", "text"),
+        Quantity("local_float64", "largest error of the block's own round trip in float64", "relative", "lower"),
+        Quantity("broken_weight", "parameter that is not finite", "text"),
+        Quantity("block", "block", "text"),
+        Quantity("kind", "kind", "text"),
+        Quantity("gain", "growth of the error through the inverse", "", "lower"),
+        Quantity("condition", "condition number", "", "lower"),
+        Quantity("share_non_finite", "share of Inf/NaN on the way back", "share", "lower"),
+        Quantity("forward_non_finite", "share of Inf/NaN on the way forth", "share", "lower"),
+        Quantity("local_median", "median error of the block's own round trip", "relative", "lower"),
+        Quantity("local_max", "largest error of the block's own round trip", "relative", "lower"),
+        Quantity("carried_median", "median error carried to this block", "relative", "lower"),
+        Quantity("carried_max", "largest error carried to this block", "relative", "lower"),
+        Quantity("log_det_error", "error of the block's log-determinant", "nats", "lower"),
+    )
+
+    def __init__(self, samples: int = 64, *, spectra: int = 2) -> None:
+        self.samples, self.spectra = samples, spectra
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        return {"samples": budget.walk, "spectra": min(1 if task.large else 2, budget.spectra)}
+
+    @torch.no_grad()
+    def _measure(self, subject: Subject, source: Source) -> Measurement:
+        batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=subject.dtype, device=subject.device)))
+        parts, context, notes = subject.parts, batch.context, []
+        broken = broken_weight(subject)
+        stored = [batch.x]
+        for _, part in parts:
+            stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
+        states = self._local_states(subject, batch.x, context, notes)
+        local, carried, absolute, born = [], [], [], []
+        back = stored[-1]
+        for k in reversed(range(len(parts))):
+            part = parts[k][1]
+            back = run_guarded(part.inverse, back.clone(), context).value
+            alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
+            own, all_ = distances(stored[k], alone), distances(stored[k], back)
+            local.append(own.relative.cpu())
+            born.append(own.l2.cpu())
+            carried.append(all_.relative.cpu())
+            absolute.append(all_.l2.cpu())
+            self.progress(1 - k / len(parts))
+        local, carried, absolute = local[::-1], carried[::-1], [*absolute[::-1], torch.zeros(len(batch.x))]
+        grown = [
+            (a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)
+        ]  # without what is born in the block
+        wrong = ~(carried[0] <= subject.half_digits)
+        chosen = wrong if bool(wrong.any()) else ~wrong
+        rows: list[dict] = []
+        for k, (name, part) in enumerate(parts):
+            known = chosen & (absolute[k + 1] > 0) & torch.isfinite(absolute[k])
+            rows.append(
+                {
+                    "block": name,
+                    "kind": kind_of(part),
+                    "local_median": _median(local[k][chosen]),
+                    "local_max": _largest(local[k]),
+                    "carried_median": _median(carried[k][chosen]),
+                    "carried_max": _largest(carried[k]),
+                    "gain": _median((grown[k] / absolute[k + 1])[known]),
+                    "share_non_finite": float((~torch.isfinite(carried[k])).double().mean()),
+                    "forward_non_finite": float((~torch.isfinite(stored[k + 1].flatten(1)).all(1)).double().mean()),
+                    **vars(states[k]),
+                }
+            )
+        rows += self._inside(parts, stored, chosen, context)
+        values = {
+            "samples": len(batch.x),
+            "wrong": int(wrong.sum()),
+            "broken_weight": broken,
+            **_judge(rows, subject.half_digits, subject.eps, math.prod(source.shape), dict(parts)),
+        }
+        return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
+
+    def _inside(
+        self, parts: list[tuple[str, Bijection]], stored: list[Tensor], chosen: Tensor, context: Tensor | None
+    ) -> list[dict]:
+        """Rows for the parts of composites: of a model that is one opaque block, or has few."""
+        rows: list[dict] = []
+        for k, (name, part) in enumerate(parts):
+            inner = part.block if isinstance(part, OnKept) else part
+            if not isinstance(inner, Foreign) or len(parts) > 8:
+                continue
+            try:
+                found = inner_parts(
+                    inner.module,
+                    lambda part=part, k=k: part(stored[k].clone(), context),
+                    lambda z, part=part: part.inverse(z.clone(), context),
+                    len(stored[k]),
+                )
+            except Exception:  # a foreign model may raise anything; the block as a whole was walked
+                continue
+            if len(found) < 2:
+                continue
+            for one in found:
+                gain, carried = one.gain.cpu(), distances(one.stored, one.carried).relative.cpu()
+                known = chosen & torch.isfinite(gain)
+                born = bool(
+                    (norms(one.arrived - one.after)[chosen.to(one.after.device)] == 0).all()
+                )  # nothing was wrong before
+                rows.append(
+                    {
+                        "block": f"{name}.{one.name}",
+                        "kind": one.kind,
+                        "local_median": _median(carried[chosen]) if born else math.nan,
+                        "local_max": _largest(carried) if born else math.nan,
+                        "carried_median": _median(carried[chosen]),
+                        "carried_max": _largest(carried),
+                        "gain": _median(gain[known]),
+                        "share_non_finite": float((~torch.isfinite(carried)).double().mean()),
+                        "forward_non_finite": float((~torch.isfinite(one.after)).any(1).double().mean()),
+                        "inside": name,
+                        **vars(_LocalState()),
+                    }
+                )
+        return rows
+
+    def _local_states(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> list[_LocalState]:
+        found = [_LocalState() for _ in subject.parts]
+        if not self.spectra:
+            return found
+        try:
+            twin = subject.twin(torch.float64)
+        except NotMeasured as why:
+            notes.append(str(why))
+            return found
+        x = x[: self.spectra].double()
+        given = None if context is None else context[: self.spectra]
+        given = given.double() if given is not None and given.is_floating_point() else given
+        for k, (name, part) in enumerate(twin.parts):
+            try:
+                linear = LinearPart(part, x, given, name)
+                x = linear.z
+                if not bool(torch.isfinite(x).all()):
+                    notes.append(f"block {name} gives numbers that are not finite even in float64")
+                    break
+                found[k] = _LocalState() if part.rearranges else _look(linear)
+                back = run_guarded(part.inverse, linear.z.clone(), given).value
+                found[k].local_float64 = _largest(distances(linear.x, back).relative)
+            except NotMeasured as why:
+                notes.append(str(why))
+            except Exception as error:  # a foreign block may raise anything
+                notes.append(f"block {name} raised in float64 ({type(error).__name__}: {error})")
+                break
+            if part.rearranges:
+                found[k] = _LocalState(1.0, 1.0, 1.0, 0.0)
+        return found
+
+
+@dataclass
+class _LocalState:
+    sigma_min: float = math.nan
+    sigma_max: float = math.nan
+    condition: float = math.nan
+    log_det_error: float = math.nan
+    local_float64: float = math.nan
+
+
+def broken_weight(subject: Subject) -> str:
+    """The first parameter or buffer that holds NaN or Inf, and how many; empty if all are finite."""
+    for name, value in subject.bijection.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            lost = int((~torch.isfinite(value)).sum())
+            if lost:
+                what = "NaN" if bool(torch.isnan(value).any()) else "Inf"
+                return f"{name} ({lost:,} of {value.numel():,} entries are {what})"
+    return ""
+
+
+def kind_of(part: Bijection) -> str:
+    """The class of a block, of the foreign one where it is foreign."""
+    inner = part.block if isinstance(part, OnKept) else part
+    return str(inner.kind if isinstance(inner, Foreign) else type(inner).__name__)
+
+
+def _look(linear: LinearPart) -> _LocalState:
+    """Extremes of one block's Jacobian over the points, and its log-determinant where the block is small."""
+    size, state = linear.x[0].numel(), _LocalState()
+    if size <= _DENSE:
+        eye = torch.eye(size, dtype=torch.float64, device=linear.x.device)
+        ones = [
+            LinearPart(linear.part, linear.x[k : k + 1], None if linear.context is None else linear.context[k : k + 1])
+            for k in range(len(linear.x))
+        ]
+        matrices = torch.stack([one.apply(eye).T for one in ones])
+        values = torch.linalg.svdvals(matrices)
+        top, bottom = values[:, 0], values[:, -1]
+        if getattr(linear.part, "has_log_det", True):
+            claimed = linear.part.forward_and_log_det(linear.x, linear.context)[1]
+            state.log_det_error = float((claimed - _linalg.slogdet(matrices)[1]).abs().max())
+    else:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(len(linear.x), size, generator=generator, dtype=torch.float64).to(linear.x.device)
+        top = largest_singular_value(linear.apply, linear.adjoint, start, steps=_STEPS).value
+        bottom = 1 / largest_singular_value(linear.solve, linear.solve_adjoint, start, steps=_STEPS).value
+    state.sigma_min, state.sigma_max = float(bottom.min()), float(top.max())
+    state.condition = float((top / bottom).max())
+    return state
+
+
+def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:
+    """Who is guilty, why, and whether it is a bug, a solver that stops early, or rounding."""
+    inside, rows = [row for row in rows if "inside" in row], [row for row in rows if "inside" not in row]
+    broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the walk: there, and back
+    broken += [row for row in reversed(rows) if row["share_non_finite"] > 0]
+    first = broken[0]["block"] if broken else ""
+    liars = [row for row in rows if row["log_det_error"] > 1e-3 * size]
+    liar = max(liars, key=lambda r: r["log_det_error"]) if liars else None
+    by_local = sorted(rows, key=lambda r: _or(r["local_median"], math.inf), reverse=True)
+    worst, second = by_local[0], by_local[1]["local_median"] if len(by_local) > 1 else 0.0
+    local = _or(worst["local_median"], math.inf)
+    guilty, why, cause = None, "", ""
+    if local > limit or (local > 1e3 * eps and local > 30 * _or(second, 0.0) and rows[0]["carried_max"] > limit):
+        guilty, why = worst, f"its own round trip is off by {local:.1e}"
+        cause = _cause(worst, limit, parts[worst["block"]])
+        if cause == "rounding" and math.isfinite(worst["condition"]):
+            why += f", with condition number {worst['condition']:.1e} at the failing samples"
+    elif rows[0]["carried_max"] > limit or broken:
+        gains = sorted(row["gain"] for row in rows if row["gain"] > 0)
+        usual = gains[len(gains) // 2] if gains else 0.0
+        growing = [row for row in rows if row["gain"] >= 10 and (len(rows) == 1 or row["gain"] >= 3 * usual)]
+        guilty = max(growing, key=lambda r: r["gain"]) if growing else (broken[0] if broken else None)
+        if guilty is not None and growing:
+            why, cause = (
+                f"its inverse makes the error grow {guilty['gain']:.2g}-fold, more than any other block",
+                "rounding",
+            )
+        elif guilty is not None:
+            why, cause = "it is the first whose output is not finite", "rounding"
+    if guilty is not None and why != "" and cause != "" and guilty["block"] in {row["inside"] for row in inside}:
+        guilty, why = _inner(guilty, why, inside)
+    if guilty is None and liar is not None and not (rows[0]["carried_max"] > limit or broken):
+        guilty, why = liar, f"its log-determinant is off by {liar['log_det_error']:.2g}"
+    return {
+        "guilty": guilty["block"] if guilty else "",
+        "guilty_kind": guilty["kind"] if guilty else "",
+        "why": why,
+        "cause": cause,
+        "first_non_finite": first,
+        "guilty_log_det": liar["block"] if liar else "",
+    }
+
+
+def _inner(guilty: dict, why: str, inside: list[dict]) -> tuple[dict | None, str]:
+    """The part of a guilty composite that stands out, if one does; else the composite itself is not named."""
+    parts = [row for row in inside if row["inside"] == guilty["block"]]
+    own = [row for row in parts if row["local_median"] > 1e-4]
+    if own:
+        return own[0], f"inside {guilty['kind']}, its own round trip is off by {own[0]['local_median']:.1e}"
+    lost = [row for row in reversed(parts) if row["share_non_finite"] > 0 or row["forward_non_finite"] > 0]
+    gains = sorted(row["gain"] for row in parts if row["gain"] > 0)
+    usual = gains[len(gains) // 2] if gains else 0.0
+    growing = [row for row in parts if row["gain"] >= 10 and row["gain"] >= 3 * usual]
+    if growing:
+        worst = max(growing, key=lambda r: r["gain"])
+        return (
+            worst,
+            f"inside {guilty['kind']}, its inverse makes the error grow {worst['gain']:.2g}-fold, more than any other part",
+        )
+    if lost:
+        return lost[0], f"inside {guilty['kind']}, it is the first whose output is not finite on the way back"
+    return (guilty, why) if len(parts) < 2 else (None, "")
+
+
+def _cause(row: dict, limit: float, part: Bijection) -> str:
+    """A block whose own round trip is wrong: in float64 as well, and not for its condition? Then it is no rounding."""
+    again = row["local_float64"]
+    if math.isnan(again) or again <= limit or row["share_non_finite"] > 0 or row["forward_non_finite"] > 0:
+        return "rounding"
+    if not row["condition"] * torch.finfo(torch.float64).eps * 1e3 < again:
+        return "rounding"
+    kind = row["kind"].lower()
+    iterates = not getattr(part, "closed_form", True) or any(
+        word in kind for word in ("resblock", "residual", "ode", "cnf")
+    )
+    return "solver" if iterates else "bug"
+
+
+def _median(values: Tensor) -> float:
+    return float(values.nan_to_num(math.inf).median()) if len(values) else math.nan
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.nan_to_num(math.inf, math.inf).max()) if len(values) else math.nan
+
+
+def _or(value: float, other: float) -> float:
+    return other if math.isnan(value) else value

@@ -1,0 +1,284 @@
+"""Is log p the log p of the model, or of its rounding errors?"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilip.auditing.budget import Budget
+from bilip.auditing.guarded import Outcome
+from bilip.auditing.looks import Looks, Watch
+from bilip.auditing.probes.probe import Finding, Probe, Task
+from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
+from bilip.auditing.subject import Subject
+from bilip.data import Batch, Source
+from bilip.errors import NotMeasured
+from bilip.record import Histogram, Measurement, Quantity
+
+__all__ = ["Likelihood"]
+
+_SMALL = 128  # up to so many dimensions every sample gets its reference
+_SUSPICIOUS = 0.05  # of the tolerance: a sample whose log p moves by more when its input is rounded anew
+_STABLE = 0.25  # of the tolerance: a reference that moves by more when it is shaken is none
+
+
+class Likelihood(Probe):
+    r"""$\log p(x)$ as the model computes it, in its own dtype, against a float64 copy with the same parameters.
+
+    A sample is *bad* when the two differ by more than $10^{-3} (d + |\log p|)$, or the model's is NaN, or one is infinite and the
+    other not. The reference itself is computed again with the last bit of the input changed; where it moves by more than a quarter of
+    the tolerance, the sample is *unknown*. A log-likelihood that is itself an estimate is compared under the same random draws, so
+    that its spread is not taken for an error; the spread is stated.
+
+    Up to 128 dimensions every sample gets its reference. Beyond, those do that look suspicious (their log p moves when the input is
+    rounded anew), and `referenced` of the rest; if one of these is bad, all follow.
+
+    Without a base distribution the log-determinant takes the place of log p.
+
+    Args:
+        limit: Largest number of samples.
+        batch: Samples in one batch.
+        part: Tolerance, as a part of d + |log p|.
+        referenced: Samples with a reference although nothing looks suspicious; `None` for all.
+        looks: When to look at the share of bad samples, and to stop; by default all samples are read.
+
+    Example:
+        >>> from bilip import Flow
+        >>> from bilip.models import real_nvp
+        >>> m = Likelihood().measure(Flow(real_nvp(2, blocks=2)), torch.randn(100, 2))
+        >>> m["bad"], m["unknown"], m["error_max"] < 1e-4
+        (0, 0, True)
+    """
+
+    name = "likelihood"
+    scope = "source"
+    place = 20
+    quantities = (
+        Quantity(
+            "share_bad",
+            "share whose log p is not that of the reference",
+            "share",
+            "lower",
+            "bad_share",
+            ("likelihood", "ood-likelihood"),
+        ),
+        Quantity("count", "samples", "count"),
+        Quantity("bad", "samples with a wrong log p", "count", "lower"),
+        Quantity("unknown", "samples without a stable reference", "count", "lower"),
+        Quantity("look", "number of the last look", "count"),
+        Quantity("referenced", "samples held against the reference", "count"),
+        Quantity("share_non_finite", "share of log p that is NaN or Inf", "share", "lower"),
+        Quantity("error_median", "median error of log p", "nats", "lower"),
+        Quantity("error_max", "largest finite error of log p", "nats", "lower"),
+        Quantity("spread", "standard deviation of log p over draws", "nats", "lower"),
+        Quantity("float64_tried", "bad samples tried in float64", "count"),
+        Quantity("float64_bad", "of them without a finite log p there", "count", "lower"),
+        Quantity("share_failed", "share of samples that raised", "share", "lower"),
+        Quantity("failure", "first exception", "text"),
+        Quantity("worst_log_prob", "log p as run, worst sample", "nats"),
+        Quantity("worst_reference", "log p of the reference there", "nats"),
+        Quantity("log_prob_median", "median log p", "nats"),
+        Quantity("excess", "error of log p, in parts of d + |log p|", "relative", "lower"),
+    )
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        batch: int = 256,
+        part: float = 1e-3,
+        referenced: int | None = 64,
+        looks: Looks | None = None,
+    ) -> None:
+        self.limit, self.batch, self.part, self.referenced, self.looks = limit, batch, part, referenced, looks
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object]:
+        return {
+            "limit": budget.samples,
+            "batch": budget.batch,
+            "part": task.log_prob,
+            "referenced": budget.referenced,
+            "looks": task.looks,
+        }
+
+    def _measure(self, subject: Subject, source: Source) -> Finding:
+        if not subject.has_log_det:
+            raise NotMeasured("the model states no log-determinant")
+        reference = Reference(subject)
+        size, total = math.prod(source.shape), min(source.count, self.limit or source.count)
+        everyone = self.referenced is None or size <= _SMALL
+        tally, watch, spread = _Tally(self.part, size), Watch(self.looks, total, self.batch), math.nan
+        for start, stop in watch:
+            batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
+            if start == 0:
+                spread = _spread(subject, batch)
+                tally.draws = spread > 0
+                everyone |= tally.draws  # the draws of a part of a batch are not those of the whole
+            with tally.drawing(start):
+                value = log_prob(subject, batch.x, batch.context, said=tally.said).double()
+            chosen = torch.ones_like(value, dtype=torch.bool)
+            if not (everyone or tally.surprised):
+                chosen = self._suspicious(subject, batch, value, size)
+                left = (self.referenced or 0) - tally.trusted
+                calm = (~chosen).nonzero().flatten()
+                picked = calm[torch.randperm(len(calm), generator=torch.Generator().manual_seed(start))[: max(left, 0)]]
+                tally.trusted += len(picked)
+                sure = torch.zeros_like(chosen)
+                sure[picked] = True
+                watch.bad += self._compare(reference, batch, value, sure, tally, surprise=True)
+                tally.skipped.append((start, stop, value, ~chosen & ~sure))
+            watch.bad += self._compare(reference, batch, value, chosen, tally)
+            tally.count += len(value)
+            tally.values.append(value.cpu())
+            if tally.surprised and tally.skipped:  # float32 looked fine and was not: nothing is taken on trust any more
+                for first, end, known, rest in tally.skipped:
+                    past = source.read(first, end, dtype=subject.dtype, device=subject.device)
+                    watch.bad += self._compare(reference, past, known, rest, tally)
+                tally.skipped.clear()
+            self.progress(watch.progress)
+        return tally.finding(self, source, watch, spread, base=subject.base is not None, own=reference.own)
+
+    def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        signs = torch.randint(0, 2, batch.x.shape, generator=generator).to(batch.x) * 2 - 1
+        moved = log_prob(subject, batch.x * (1 + subject.eps * signs), batch.context).double()
+        return ~((moved - value).abs() <= _SUSPICIOUS * tolerance(value, size, self.part))
+
+    def _compare(
+        self, reference: Reference, batch: Batch, value: Tensor, rows: Tensor, tally: _Tally, *, surprise: bool = False
+    ) -> int:
+        """Hold some rows of a batch against the reference; the number of bad ones."""
+        if not bool(rows.any()):
+            return 0
+        x, context = batch.x[rows], None if batch.context is None else batch.context[rows]
+        with tally.drawing(batch.start):
+            exact = reference.log_prob(x, context)
+        value = value[rows]
+        error = (value - exact).abs()
+        allowed = tolerance(exact, tally.size, self.part)
+        same = (value == exact) & ~torch.isnan(value)  # equal infinities agree
+        bad = ~((error <= allowed) | same)
+        unknown = torch.zeros_like(bad)
+        if bool(bad.any()) and not reference.own:
+            with tally.drawing(batch.start):
+                again = reference.log_prob(x, context, shaken=True)
+            stable = ((again - exact).abs() <= _STABLE * allowed) | (again == exact)
+            unknown = bad & torch.isfinite(value) & ~stable
+            bad &= ~unknown
+        tally.add(batch, rows, value, exact, error, allowed, bad, unknown)
+        if surprise and bool(bad.any()):
+            tally.surprised = True
+        return int(bad.sum())
+
+
+def _spread(subject: Subject, batch: Batch) -> float:
+    """Median standard deviation of log p over draws; 0 for a model that draws nothing."""
+    found = []
+    for seed in range(2):
+        with same_draws(seed):
+            found.append(log_prob(subject, batch.x, batch.context).double())
+    apart = (found[1] - found[0]).abs()
+    apart = apart[torch.isfinite(apart)]
+    return float(apart.median()) / math.sqrt(2) / 0.6745 if len(apart) else math.nan
+
+
+@dataclass
+class _Tally:
+    part: float
+    size: int
+    count: int = 0
+    bad: int = 0
+    unknown: int = 0
+    referenced: int = 0
+    trusted: int = 0
+    surprised: bool = False
+    errors: Histogram = field(default_factory=Histogram)
+    excess: Histogram = field(default_factory=Histogram)
+    values: list[Tensor] = field(default_factory=list)
+    draws: bool = False
+    beyond: int = 0
+    said: list[Outcome] = field(default_factory=list)
+    skipped: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
+    failing: list[Batch] = field(default_factory=list)
+    worst: tuple[float, float, float] = (-1.0, math.nan, math.nan)
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """The same random numbers for both sides, for a model that draws any."""
+        return same_draws(seed) if self.draws else nullcontext()
+
+    def add(
+        self,
+        batch: Batch,
+        rows: Tensor,
+        value: Tensor,
+        exact: Tensor,
+        error: Tensor,
+        allowed: Tensor,
+        bad: Tensor,
+        unknown: Tensor,
+    ) -> None:
+        self.bad += int(bad.sum())
+        self.beyond += int((bad & ~torch.isfinite(exact)).sum())
+        self.unknown += int(unknown.sum())
+        self.referenced += len(value)
+        error = torch.where(value == exact, torch.zeros_like(error), error)
+        ratio = error / (allowed / self.part)
+        self.errors += Histogram.of(error.cpu())
+        self.excess += Histogram.of(ratio.cpu())
+        order = ratio.nan_to_num(math.inf, math.inf)
+        k = int(order.argmax())
+        if float(order[k]) > self.worst[0]:
+            self.worst = (float(order[k]), float(value[k]), float(exact[k]))
+        wrong = bad | unknown
+        if bool(wrong.any()) and sum(map(len, self.failing)) < 256:
+            at = rows.nonzero().flatten()[wrong]
+            self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
+
+    def finding(
+        self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool, own: bool
+    ) -> Finding:
+        values = torch.cat(self.values)
+        finite = values[torch.isfinite(values)]
+        contexts = [b.context for b in self.failing if b.context is not None]
+        failing = None
+        if self.failing:
+            failing = Batch(torch.cat([b.x for b in self.failing]), torch.cat(contexts) if contexts else None, 0)
+        notes = [] if base else ["the model has no base distribution: the log-determinant stands for log p"]
+        if self.referenced < self.count:
+            rest = self.count - self.referenced
+            notes.append(
+                f"{rest:,} samples that looked sound in the model's own arithmetic were not held against float64"
+            )
+        return Finding(
+            Measurement(
+                probe.name,
+                source.name,
+                values={
+                    "count": self.count,
+                    "bad": self.bad,
+                    "unknown": self.unknown,
+                    "share_bad": self.bad / self.count,
+                    "look": watch.look,
+                    "referenced": self.referenced,
+                    "share_non_finite": float((~torch.isfinite(values)).double().mean()),
+                    "error_median": self.errors.quantile(0.5),
+                    "error_max": self.errors.largest,
+                    "spread": spread,
+                    "float64_tried": 0 if own else self.bad,
+                    "float64_bad": 0 if own else self.beyond,
+                    "share_failed": sum(int(o.failed.sum()) for o in self.said) / self.count,
+                    "failure": self.said[0].message[:500] if self.said else "",
+                    "worst_log_prob": self.worst[1],
+                    "worst_reference": self.worst[2],
+                    "log_prob_median": float(finite.median()) if len(finite) else math.nan,
+                },
+                histograms={"excess": self.excess},
+                notes=tuple(notes),
+            ),
+            failing,
+        )

@@ -1,0 +1,229 @@
+"""One block linearised at points: products with its Jacobian and with the inverse of that."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bilip import _linalg
+from bilip.auditing.probes.jacobian import pull, pull_many, push, push_many
+from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
+from bilip.blocks.on_kept import OnKept
+from bilip.errors import NotMeasured
+
+__all__ = ["LinearPart"]
+
+_WORST_RESIDUAL = 1e-4
+_DENSE = 1024
+_SMALL = 64
+_SWEEPS = 400
+
+
+class LinearPart:
+    r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
+
+    Up to 64 entries the Jacobians themselves are built. Coupling and residual blocks are solved from their forward Jacobian
+    alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
+    $v \mapsto w - J_g v$ contracts. Of other blocks the own inverse is differentiated at their output. Every part is checked
+    on a random direction, $|J J^{-1} w - w|$; where its road fails the check, as with an iterative inverse that autograd does
+    not see through, the other roads are tried.
+
+    Args:
+        part: The block.
+        x: The points, `(batch, ...)`, float64.
+        context: Their contexts.
+        name: Path for messages.
+
+    Attributes:
+        residual: Largest $|J J^{-1} w - w| / |w|$ over the batch, on random directions.
+
+    Example:
+        >>> from bilip.blocks import DiagonalScaling
+        >>> block = DiagonalScaling(torch.tensor([2.0, 0.5])).double()
+        >>> LinearPart(block, torch.zeros(1, 2, dtype=torch.float64)).solve(torch.ones(1, 2, dtype=torch.float64))
+        tensor([[0.5000, 2.0000]], dtype=torch.float64)
+    """
+
+    def __init__(self, part: Bijection, x: Tensor, context: Tensor | None = None, name: str = "") -> None:
+        self.part, self.x, self.context, self.name = part, x, context, name
+        with torch.no_grad():
+            self.z = part(x.clone(), context).detach()
+        self.residual = math.nan
+        self._moved = _moved_entries(part, x)
+        self._small = x[0].numel() <= _SMALL
+        self._road = "triangle" if self._moved is not None else "dense" if self._small else "inverse"
+        if _is_residual(part) and not self._small:
+            self._road = "contraction"
+        self._checked = False
+        self._dense: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.part(x.clone(), _rows(self.context, x))
+
+    def _inverse(self, z: Tensor) -> Tensor:
+        return self.part.inverse(z.clone(), _rows(self.context, z))
+
+    @property
+    def moved(self) -> Tensor | None:
+        """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
+        return self._moved
+
+    # ---- J
+
+    def apply(self, v: Tensor) -> Tensor:
+        """$J v$, for each point its own direction; for one point any number of directions."""
+        if self._small:
+            return torch.einsum("...ij,...j->...i", self._matrix(), v)
+        return self._over(push, push_many, self._forward, self.x, v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        r"""$J^\top u$."""
+        if self._small:
+            return torch.einsum("...ji,...j->...i", self._matrix(), u)
+        return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+
+    def _matrix(self) -> Tensor:
+        """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
+        if self._dense is None:
+            count, size = len(self.x), self.x[0].numel()
+            eye = (
+                torch.eye(size, dtype=self.x.dtype, device=self.x.device)
+                .repeat(count, 1)
+                .reshape(-1, *self.x.shape[1:])
+            )
+            points = self.x.repeat_interleave(size, 0)
+            context = None if self.context is None else self.context.repeat_interleave(size, 0)
+            columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
+            self._dense = columns.reshape(count, size, -1).mT.contiguous()
+        return self._dense[0] if len(self.x) == 1 else self._dense
+
+    # ---- J^-1
+
+    def solve(self, w: Tensor) -> Tensor:
+        """$J^{-1} w$."""
+        self._check()
+        return self._solve(w)
+
+    def solve_adjoint(self, v: Tensor) -> Tensor:
+        r"""$J^{-\top} v$."""
+        self._check()
+        return self._solve_adjoint(v)
+
+    def _solve_adjoint(self, v: Tensor) -> Tensor:
+        if self._road == "inverse":
+            return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
+        if self._road == "contraction":
+            return self._contract(self.adjoint, v)
+        if self._road == "triangle":
+            moved, scale = self._diagonal()
+            second = moved * v / scale
+            return (1 - moved) * (v - self.adjoint(second)) + second
+        return self._backslash(v, transpose=True)
+
+    def _solve(self, w: Tensor) -> Tensor:
+        if self._road == "inverse":
+            return self._over(push, push_many, self._inverse, self.z, w, self.z)
+        if self._road == "contraction":
+            return self._contract(self.apply, w)
+        if self._road == "triangle":
+            moved, scale = self._diagonal()
+            first = (1 - moved) * w
+            return first + moved * (w - self.apply(first)) / scale
+        return self._backslash(w, transpose=False)
+
+    def _diagonal(self) -> tuple[Tensor, Tensor]:
+        """Which entries a coupling block transforms, and their scales; 1 for the others."""
+        moved = self._moved
+        if moved is None:
+            raise NotMeasured(f"{self._who()} is not a coupling block")
+        if self._scales is None:
+            self._scales = torch.where(moved > 0, self.apply(moved.expand(len(self.x), -1)), 1.0)
+        return moved, self._scales
+
+    def _contract(self, apply, w: Tensor) -> Tensor:
+        v, size = w, w.norm().clamp_min(1e-300)
+        for _ in range(_SWEEPS):
+            after = w - (apply(v).reshape(w.shape) - v)
+            change = (after - v).norm() / size
+            v = after
+            if not change > 1e-14:
+                break
+        return v
+
+    def _backslash(self, w: Tensor, *, transpose: bool) -> Tensor:
+        matrix = self._matrix().mT if transpose else self._matrix()
+        return _linalg.solve(matrix, w.T).T if len(self.x) == 1 else _linalg.solve(matrix, w[..., None])[..., 0]
+
+    def _check(self) -> None:
+        """Choose the first road on which J J^-1 w = w holds, and keep the residual as the error estimate."""
+        if self._checked:
+            return
+        self._checked = True
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(len(self.x), self.z[0].numel(), generator=generator, dtype=torch.float64).to(self.x)
+        if self.z[0].numel() != self.x[0].numel():
+            raise NotMeasured(
+                f"{self._who()} turns {self.x[0].numel()} numbers into {self.z[0].numel()}: it has no inverse"
+            )
+        roads = dict.fromkeys([self._road, "inverse", "contraction", "dense"])
+        for road in roads:
+            if road == "dense" and self.x[0].numel() > _DENSE:
+                continue
+            self._road = road
+            try:
+                v, u = self._solve(w), self._solve_adjoint(w)
+                left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
+                # The adjoint belongs to the same map: <w, J^-1 w> = <J^-T w, w>.
+                pair = ((w * v).sum(1) - (u * w).sum(1)).abs() / (
+                    w.norm(dim=1) * torch.maximum(v.norm(dim=1), u.norm(dim=1))
+                )
+                left = torch.maximum(left, pair)
+            except (RuntimeError, AssertionError, ValueError, TypeError):
+                continue
+            self.residual = float(left.max()) + self._cancellation()
+            if self.residual <= _WORST_RESIDUAL:
+                return
+        raise NotMeasured(
+            f"{self._who()}: the Jacobian of its inverse is not the inverse of its Jacobian (|J J_inv v - v| = "
+            f"{self.residual:.1e} |v|), so the smallest singular value is not measured"
+        )
+
+    def _cancellation(self) -> float:
+        """What rounding inside a block can do to its smallest singular value, where nothing is known about how it computes."""
+        if not self._small or self._moved is not None or isinstance(self.part, (ActNorm, DiagonalScaling)):
+            return 0.0
+        values = torch.linalg.svdvals(self._matrix())
+        return float((torch.finfo(values.dtype).eps * (1 + 1 / values[..., -1].clamp_min(1e-300))).max())
+
+    def _who(self) -> str:
+        return f"block {self.name} ({type(self.part).__name__})" if self.name else type(self.part).__name__
+
+    def _over(self, batch, many, function, point: Tensor, v: Tensor, like: Tensor | None = None) -> Tensor:
+        shape = (point if like is None else like).shape[1:]
+        v = v.reshape(len(v), *shape)
+        act = many if len(point) == 1 and len(v) > 1 else batch
+        return act(function, point, v).flatten(1)
+
+
+def _is_residual(part: Bijection) -> bool:
+    inner = part.block if isinstance(part, OnKept) else part
+    return isinstance(inner, Residual)
+
+
+def _moved_entries(part: Bijection, x: Tensor) -> Tensor | None:
+    """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
+    inner = part.block if isinstance(part, OnKept) else part
+    if not isinstance(inner, (AdditiveCoupling, AffineCoupling)):
+        return None
+    like = x.new_zeros(1, *part.kept_shape) if isinstance(part, OnKept) else x[:1]
+    passed, moved = inner.partition.split(like)
+    mask = inner.partition.merge(torch.zeros_like(passed), torch.ones_like(moved)).flatten(1)
+    return torch.cat((mask, mask.new_zeros(1, x[0].numel() - mask.shape[1])), 1)
+
+
+def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:
+    """The contexts of a batch of points; one context serves a point that was repeated."""
+    return context if context is None or len(context) == len(x) else context.expand(len(x), *context.shape[1:])

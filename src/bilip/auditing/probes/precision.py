@@ -1,0 +1,244 @@
+"""Would more bits cure it?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bilip.auditing.budget import Budget
+from bilip.auditing.probes.lanczos import largest_singular_value
+from bilip.auditing.probes.linear import Linearized
+from bilip.auditing.probes.probe import Probe, Task
+from bilip.auditing.probes.rungs import LADDER, Rung, RungModel
+from bilip.auditing.round_trip import distances, norms
+from bilip.auditing.subject import Subject
+from bilip.data import Source
+from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.record import Measurement, Quantity
+
+__all__ = ["Precision", "condition_numbers"]
+
+_DOUBLE = torch.finfo(torch.float64).eps
+Row = dict[str, float | int | str | bool | None]
+
+
+class Precision(Probe):
+    r"""Round trips in float64, float32, TF32 (on CUDA), bfloat16 and float16, and where their errors come from.
+
+    The paper's account of a reconstruction error: with $F_\delta(x) = F(x) + \delta$ the inexact forward pass and
+    $\delta_2$ the error of the inexact inverse,
+
+    $$|x - \hat x| \le \mathrm{Lip}(F^{-1})\,|\delta| + |\delta_2|.$$
+
+    Here $F$ is the float64 model *with the parameters of the rung*, so that $\delta = F_\mathrm{rung}(x) - F(x)$ is the
+    error of the arithmetic alone, $\delta_2 = F^{-1}_\mathrm{rung}(z) - F^{-1}(z)$ at $z = F_\mathrm{rung}(x)$, and Lip
+    is the gain measured along $\delta$, $|F^{-1}(z) - F^{-1}(F(x))| / |\delta|$. That makes the right-hand side sharp:
+    `holds` can only fail where the reference does. Samples that float64 itself does not reconstruct to half of its
+    digits have no reference; they are left out of these numbers, and `reference` counts the others. The float64 rung has
+    no reference above it.
+
+    `cure` is the first rung, from the model's own towards more bits, on which every sample comes back finite and with a
+    relative error below the square root of the own dtype's epsilon. `predicted` is epsilon times the largest condition
+    number of $J_F$ at a few samples, approached from below by Lanczos.
+
+    Args:
+        samples: Number of samples.
+        seed: Seed of the search for the condition number.
+        condition_samples: Samples whose condition number is measured; 0 for none.
+        steps: Lanczos steps for it.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> m = Precision(samples=16).measure(real_nvp(2, blocks=2, coupling="additive"), torch.randn(16, 2))
+        >>> m["own"], m["cure"], [row["rung"] for row in m.rows]
+        ('float32', 'float32', ['float64', 'float32', 'bfloat16', 'float16'])
+        >>> m.rows[1]["holds"]
+        True
+    """
+
+    name = "precision"
+    scope = "failing"
+    only_failing = True
+    place = 60
+    quantities = (
+        Quantity("cure", "first precision in which all is well", "text"),
+        Quantity("own", "the model's own precision", "text"),
+        Quantity("lowest", "lowest precision in which all is well", "text"),
+        Quantity("samples", "samples", "count"),
+        Quantity("condition", "condition number", "", "lower"),
+        Quantity("share_non_finite", "share of Inf/NaN", "share", "lower"),
+        Quantity("error_median", "median relative error", "relative", "lower"),
+        Quantity("error_max", "largest relative error", "relative", "lower"),
+    )
+
+    def __init__(self, samples: int = 64, *, seed: int = 0, condition_samples: int = 4, steps: int = 30) -> None:
+        for label, value, least in (("samples", samples, 1), ("condition_samples", condition_samples, 0)):
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"Precision({label}={value!r}): expected a whole number, {least} or more.")
+        self.samples, self.seed, self.condition_samples, self.steps = samples, seed, condition_samples, steps
+
+    @classmethod
+    def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
+        if not budget.precision:
+            return None
+        return {
+            "samples": max(1, budget.precision // 2) if task.large else budget.precision,
+            "seed": task.seed,
+            "condition_samples": 1 if budget.precision < 64 else 4,
+            "steps": 10 if task.large else 30,
+        }
+
+    def _measure(self, subject: Subject, source: Source) -> Measurement:
+        batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
+        own = str(subject.dtype).removeprefix("torch.")
+        notes: list[str] = []
+        condition = self._condition(subject, batch.x, batch.context, notes)
+        rows: list[Row] = []
+        for k, rung in enumerate(LADDER):
+            if rung.name == "tf32" and subject.device.type != "cuda":
+                continue
+            try:
+                row = self._row(subject, rung, batch.x, batch.context, notes)
+            except BilipError as why:  # NotMeasured, or a block that refuses this precision
+                notes.append(f"{rung.name} not measured: {why}")
+            else:
+                row["predicted"] = None if condition is None else rung.eps * condition
+                rows.append(row)
+            self.progress((k + 1) / len(LADDER))
+        if not rows:
+            raise NotMeasured("; ".join(notes))
+        names = [rung.name for rung in LADDER]
+        climb = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
+        cure = next((str(r["rung"]) for r in climb if r["well"]), "none")
+        well = [str(r["rung"]) for r in rows if r["well"]]
+        lowest = well[-1] if well else "none"
+        values = {"cure": cure, "lowest": lowest, "own": own, "samples": len(batch), "condition": condition}
+        return Measurement(self.name, source.name, values=values, rows=tuple(rows), notes=tuple(notes))
+
+    def _condition(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> float | None:
+        if not self.condition_samples:
+            return None
+        rows = slice(self.condition_samples)
+        try:
+            given = None if context is None else context[rows]
+            found = condition_numbers(subject, x[rows], given, seed=self.seed, steps=self.steps)
+        except NotMeasured as why:
+            notes.append(f"condition number not measured: {why}")
+            return None
+        return float(found.nan_to_num(math.inf).max())
+
+    def _row(self, subject: Subject, rung: Rung, x: Tensor, context: Tensor | None, notes: list[str]) -> Row:
+        model = RungModel(subject, rung)
+        found = _compare(model, x, context)
+        if rung.half and not model.emulated and bool(found.failed.all()):
+            notes.append(f"{rung.name}: the model does not run in it ({found.message[:200]})")
+            model = RungModel(subject, rung, emulate=True)
+            found = _compare(model, x, context)
+        if model.emulated:
+            blocks = len(model.subject.parts)
+            notes.append(
+                f"{rung.name} is emulated: parameters, inputs and the outputs of {blocks} "
+                f"block{'s' * (blocks != 1)} are rounded to it, blocks compute inside in float32"
+            )
+        if bool(found.failed.any()):
+            raised = int(found.failed.sum())
+            notes.append(f"{rung.name}: the model raised for {raised} of {len(x)} samples ({found.message[:200]})")
+        limit = max(math.sqrt(rung.eps), subject.half_digits)
+        broken = ~torch.isfinite(found.relative)
+        errors = torch.where(broken, torch.inf, found.relative)
+        row: Row = {
+            "rung": rung.name,
+            "eps": rung.eps,
+            "error_median": float(errors.median()),
+            "error_max": float(errors.max()),
+            "share_non_finite": float(broken.double().mean()),
+            "predicted": None,
+            "well": bool(errors.max() <= limit),
+        }
+        return row | (found.inequality() if rung.dtype != torch.float64 else dict.fromkeys(_TERMS))
+
+
+_TERMS = ("delta", "delta_2", "lip_inverse", "right_side", "left_side", "holds", "reference")
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A rung against its reference, sample by sample, float64."""
+
+    relative: Tensor  # error of the rung's round trip
+    left: Tensor  # |x - x_hat|
+    delta: Tensor  # |F_rung(x) - F(x)|
+    moved: Tensor  # |F^-1(z_rung) - F^-1(F(x))|, which is Lip |delta|
+    delta_2: Tensor  # |F_rung^-1(z_rung) - F^-1(z_rung)|
+    slack: Tensor  # what float64 itself gets wrong
+    valid: Tensor  # whether float64 is a reference
+    failed: Tensor
+    message: str
+
+    def inequality(self) -> Row:
+        """The terms of the paper's inequality: medians, and both sides for the sample with the largest left side."""
+        ok = self.valid & torch.isfinite(self.left) & torch.isfinite(self.delta_2)
+        if not bool(ok.any()):
+            return {**dict.fromkeys(_TERMS), "reference": 0}
+        right, worst = self.moved + self.delta_2, int(torch.where(ok, self.left, -1.0).argmax())
+        gains = (self.moved / self.delta)[ok & (self.delta > 0)]
+        return {
+            "delta": float(self.delta[ok].median()),
+            "delta_2": float(self.delta_2[ok].median()),
+            "lip_inverse": float(gains.median()) if len(gains) else None,
+            "right_side": float(right[worst]),
+            "left_side": float(self.left[worst]),
+            "holds": bool((self.left <= right + self.slack)[ok].all()),
+            "reference": int(ok.sum()),
+        }
+
+
+def _compare(model: RungModel, x: Tensor, context: Tensor | None) -> _Comparison:
+    x, context = model.enter(x), None if context is None else model.enter(context)
+    forward = model.forward(x, context)
+    z = forward.value
+    back = model.inverse(z, context)
+    found = distances(x, back.value)
+    exact, wide = model.reference, None if context is None or not context.is_floating_point() else context.double()
+    wide = context if wide is None else wide
+    z_exact = exact.forward(x.double(), wide).value
+    home = exact.inverse(z_exact, wide).value
+    there = exact.inverse(z.double(), wide).value
+    again = exact.inverse(exact.forward(there, wide).value, wide).value
+    own, other = distances(x, home), distances(there, again)
+    good = math.sqrt(_DOUBLE)
+    return _Comparison(
+        relative=found.relative,
+        left=found.l2,
+        delta=norms(z.double() - z_exact),
+        moved=norms(there - home),
+        delta_2=norms(back.value.double() - there),
+        slack=own.l2 + 8 * _DOUBLE * (norms(x) + norms(there) + norms(back.value)),
+        valid=(own.relative <= good) & (other.relative <= good),
+        failed=forward.failed | back.failed,
+        message=forward.message or back.message,
+    )
+
+
+def condition_numbers(
+    subject: Subject, x: Tensor, context: Tensor | None = None, *, seed: int = 0, steps: int = 30
+) -> Tensor:
+    r"""Condition numbers $\sigma_{\max} / \sigma_{\min}$ of $J_F$, one for each sample, from the float64 twin, by Lanczos: from below.
+
+    Raises:
+        NotMeasured: The model cannot be linearised in float64.
+
+    Example:
+        >>> from bilip.blocks import DiagonalScaling
+        >>> found = condition_numbers(Subject.of(DiagonalScaling(torch.tensor([4.0, 0.5]))), torch.zeros(1, 2))
+        >>> round(float(found), 6)
+        8.0
+    """
+    at = Linearized(subject, x, context)
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
+    largest = largest_singular_value(at.apply, at.adjoint, start, steps=steps).value
+    return largest * largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps).value

@@ -1,0 +1,95 @@
+"""The round trip that an attack tries to break, from either side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bilip.auditing.round_trip import distances
+from bilip.auditing.subject import Subject
+
+__all__ = ["Judgement", "Route"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Plain round trips of a batch in the model's own dtype.
+
+    Attributes:
+        back: What came back.
+        l2: Euclidean errors, float64; infinite where something is not finite or the model raised.
+        relative: The relative error of `bilip.auditing.round_trip`.
+    """
+
+    back: Tensor
+    l2: Tensor
+    relative: Tensor
+
+
+class Route:
+    r"""Out and back: $x \to z \to x$, or $z \to x \to z$ for an attack on latents.
+
+    Args:
+        subject: The model.
+        context: Contexts of the samples.
+        latent: Begin at the latents.
+        typical: Median norm of a sample; by default that of each batch that is judged.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> route = Route(Subject.of(real_nvp(2, coupling="additive")))
+        >>> bool((route.judge(torch.randn(3, 2)).relative < 1e-5).all())
+        True
+    """
+
+    def __init__(
+        self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: float | None = None
+    ) -> None:
+        self.subject, self.context, self.latent, self.typical = subject, context, latent, typical
+
+    def judge(self, x: Tensor) -> Judgement:
+        """The errors of the plain round trip, by guarded calls; no objective has a say in it."""
+        first, second = self.subject.forward, self.subject.inverse
+        if self.latent:
+            first, second = second, first
+        there = first(x, self.context)
+        back = second(there.value, self.context).value
+        if back.shape != x.shape:  # every sample failed, and nothing is known about the shape of what should come back
+            back = torch.full_like(x, torch.nan)
+        found = distances(x, back, self.typical)
+        bad = ~torch.isfinite(found.l2)
+        infinite = torch.full_like(found.l2, torch.inf)
+        return Judgement(back, torch.where(bad, infinite, found.l2), torch.where(bad, infinite, found.relative))
+
+    def out(self, x: Tensor) -> Tensor:
+        """The way out, unguarded, with gradients."""
+        bijection = self.subject.bijection
+        return bijection.inverse(x, self.context) if self.latent else bijection(x, self.context)
+
+    def back(self, z: Tensor) -> Tensor:
+        """The way back, unguarded, with gradients."""
+        bijection = self.subject.bijection
+        return bijection(z, self.context) if self.latent else bijection.inverse(z, self.context)
+
+    def twin(self, dtype: torch.dtype) -> Route:
+        """The same route through a copy of the model in another dtype."""
+        context = self.context
+        if context is not None and context.is_floating_point():
+            context = context.to(dtype)
+        return Route(self.subject.twin(dtype), context, latent=self.latent, typical=self.typical)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within this context no gradient is computed for parameters."""
+        wanted = [p for p in self.subject.bijection.parameters() if p.requires_grad]
+        try:
+            for p in wanted:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in wanted:
+                p.requires_grad_(True)

@@ -1,0 +1,162 @@
+"""A better-computed answer to hold a model against: its float64 copy, checked by shaking its input."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bilip.auditing.guarded import Outcome, run_guarded
+from bilip.auditing.subject import Subject
+from bilip.errors import NotMeasured
+
+__all__ = ["Reference", "log_prob", "same_draws", "tolerance"]
+
+_ULP = torch.finfo(torch.float64).eps
+
+
+class Reference:
+    """A float64 copy of a model.
+
+    For a model that computes in float64 itself there is nothing better: the reference is then the model at an input that differs in
+    the last bit, and what differs is what rounding may do.
+
+    Args:
+        subject: The model.
+
+    Raises:
+        NotMeasured: The model cannot be copied in float64, or computes in fewer bits whatever it is given.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> reference = Reference(Subject.of(real_nvp(2)))
+        >>> reference.encode(torch.zeros(1, 2)).value.dtype
+        torch.float64
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject.twin(torch.float64)
+        self.own = subject.dtype == torch.float64
+
+    def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
+        """F(x)."""
+        return self._wide(self.subject.forward(*self._inputs(x, context, shaken)))
+
+    def decode(self, z: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
+        """F^-1(z)."""
+        return self._wide(self.subject.inverse(*self._inputs(z, context, shaken)))
+
+    def log_prob(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Tensor:
+        """Log-likelihoods, or log-determinants where there is no base; NaN where the model raised."""
+        found = log_prob(self.subject, *self._inputs(x, context, shaken))
+        if found.dtype != torch.float64:
+            raise NotMeasured(_NARROW.format(found.dtype))
+        return found
+
+    def _inputs(self, x: Tensor, context: Tensor | None, shaken: bool) -> tuple[Tensor, Tensor | None]:
+        x = x.detach().double()
+        if shaken or self.own:
+            generator = torch.Generator().manual_seed(2 + shaken)
+            signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+            x = x * (1 + _ULP * signs)
+        wide = context is not None and context.is_floating_point()
+        return x, context.double() if wide and context is not None else context
+
+    def _wide(self, outcome: Outcome) -> Outcome:
+        if outcome.value.dtype != torch.float64:
+            raise NotMeasured(_NARROW.format(outcome.value.dtype))
+        return outcome
+
+
+_NARROW = "the model computes in {} whatever it is given, so there is no float64 reference"
+
+
+@torch.no_grad()
+def log_prob(
+    subject: Subject, x: Tensor, context: Tensor | None = None, *, said: list[Outcome] | None = None
+) -> Tensor:
+    """What a model computes as log p(x), shape `(batch,)`; without a base log |det J_F(x)|. NaN where the model raises, and `said`
+    then holds what it raised.
+
+    Example:
+        >>> from bilip import Flow
+        >>> from bilip.blocks import Permutation
+        >>> log_prob(Subject.of(Flow(Permutation.reverse(2), shape=(2,))), torch.zeros(1, 2))
+        tensor([-1.8379])
+    """
+    outcome = subject.forward_and_log_det(x, context)
+    if said is not None and outcome.message:
+        said.append(outcome)
+    if bool(outcome.failed.all()) or len(outcome.values) < 2:
+        return torch.full((len(x),), torch.nan, dtype=x.dtype, device=x.device)
+    z, log_det = outcome.values
+    base = subject.base
+    if base is None:
+        return log_det
+    finite = torch.isfinite(z.flatten(1)).all(1)
+    safe = torch.where(finite.view(-1, *[1] * (z.ndim - 1)), z, torch.zeros_like(z))  # distributions may raise for NaN
+    with subject.arithmetic():
+        values = run_guarded(lambda z, c: base.log_prob(z, c), safe, context).values[-1]
+    if values.ndim != 1:
+        values = values.flatten(1).sum(1)
+    return torch.where(finite & ~outcome.failed, values + log_det, torch.full_like(log_det, torch.nan))
+
+
+class _Draws(TorchDispatchMode):
+    """Random numbers of floats are drawn in float32 and then converted, so that they do not depend on the dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        wide = [
+            v
+            for v in (*args, *kwargs.values())
+            if (isinstance(v, Tensor) and v.dtype == torch.float64) or v == torch.float64
+        ]
+        if not wide:
+            return func(*args, **kwargs)
+        out = func(*map(_narrow, args), **{name: _narrow(value) for name, value in kwargs.items()})
+        if torch.Tag.inplace in func.tags:
+            return args[0].copy_(out)
+        return out.double() if isinstance(out, Tensor) and out.dtype == torch.float32 else out
+
+
+def _narrow(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype == torch.float64 else value
+    return torch.float32 if value == torch.float64 else value
+
+
+@contextlib.contextmanager
+def same_draws(seed: int) -> Iterator[None]:
+    """Within this context a model draws the same random numbers whatever its dtype.
+
+    Example:
+        >>> drawn = []
+        >>> for dtype in (torch.float32, torch.float64):
+        ...     with same_draws(0):
+        ...         drawn.append(torch.randn(3, dtype=dtype))
+        >>> drawn[0].double().equal(drawn[1])
+        True
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    before = np.random.get_state()  # noqa: NPY002 - some libraries draw from it
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            with _Draws():
+                yield
+    finally:
+        np.random.set_state(before)  # noqa: NPY002
+
+
+def tolerance(value: Tensor, size: int, part: float) -> Tensor:
+    """How far a log-likelihood may be off: `part` of d + |log p|."""
+    return part * (size + value.double().abs())

@@ -1,0 +1,283 @@
+"""The model under test: one way to call it, whatever library it comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilip.adapters import Adapted, Base, adapt
+from bilip.auditing.guarded import Call, Outcome, run_guarded
+from bilip.blocks import Bijection, Flow
+from bilip.errors import BilipError, InputError, NotMeasured
+
+__all__ = ["Subject"]
+
+
+class Subject:
+    """A model under test: its bijection, its base, its parts, and guarded calls.
+
+    Args:
+        adapted: What `bilip.adapters.adapt` gave for the model.
+        name: Name for reports.
+
+    Attributes:
+        bijection: The map F from data to latents.
+        base: Base distribution, or `None`.
+        library: Where the model comes from.
+        name: Name for reports.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> subject = Subject.of(real_nvp(2, blocks=2))
+        >>> subject.dtype, len(subject.parts), subject.forward(torch.zeros(3, 2)).value.shape
+        (torch.float32, 2, torch.Size([3, 2]))
+    """
+
+    def __init__(self, adapted: Adapted, name: str) -> None:
+        self.bijection: Bijection = adapted.bijection
+        self.base: Base | None = adapted.base
+        self.library, self.name = adapted.library, name
+        self._twins: dict[torch.dtype, Subject | str] = {}
+        self.copied = False
+        self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
+
+    @classmethod
+    def of(cls, model: Any, name: str | None = None) -> Subject:
+        """The subject for anything `as_bijection` takes; a subject is returned as it is."""
+        if isinstance(model, Subject):
+            return model
+        adapted = model if isinstance(model, Adapted) else adapt(model)
+        return cls(adapted, name or type(model).__name__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_twins": {}, "tick": _nothing}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most of the model's numbers have, or torch's default."""
+        sizes: dict[torch.dtype, int] = {}
+        for value in self._tensors():
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((t.device for t in self._tensors()), torch.device("cpu"))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices, beside the CPU, whose random state a call may touch."""
+        return [torch.device(k) for k in range(torch.cuda.device_count())] if self.device.type == "cuda" else []
+
+    @property
+    def eps(self) -> float:
+        """Machine epsilon of the model's dtype."""
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def half_digits(self) -> float:
+        """Half of the digits of the model's dtype, as a relative error: 3.5e-4 in float32, and in float64 no less.
+
+        What a user can bear does not shrink when a model is converted to float64.
+        """
+        return math.sqrt(max(self.eps, torch.finfo(torch.float32).eps))
+
+    @property
+    def parts(self) -> list[tuple[str, Bijection]]:
+        """The visible blocks with their paths, in forward order."""
+        return self.bijection.parts()
+
+    @property
+    def has_log_det(self) -> bool:
+        """Whether the model states its log-determinant."""
+        return all(getattr(part, "has_log_det", True) for _, part in self.parts)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for value in (*self.bijection.parameters(), *self.bijection.buffers()):
+            if value.is_floating_point():
+                yield value
+
+    # ---- guarded calls, in the mode the model is in, without gradients
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
+        """F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
+        return self._guarded(self.bijection.__call__, x, context)
+
+    @torch.no_grad()
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
+        """F^-1(z). The latents are cloned, so that no cache can recognise them."""
+        return self._guarded(self.bijection.inverse, z, context)
+
+    @torch.no_grad()
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
+        """F(x) and log |det J_F(x)|."""
+        return self._guarded(self.bijection.forward_and_log_det, x, context)
+
+    @torch.no_grad()
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
+        """F^-1(z) and log |det J_F^-1(z)|."""
+        return self._guarded(self.bijection.inverse_and_log_det, z, context)
+
+    def _guarded(self, call: Call, x: Tensor, context: Tensor | None) -> Outcome:
+        def timed(x: Tensor, context: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            self.tick()
+            return call(x, context)
+
+        with self.arithmetic():
+            return run_guarded(timed, x.clone(), context)
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The user's own autocast for the model itself; none for a copy in another dtype."""
+        if not self.copied:
+            yield
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            yield
+
+    # ---- copies and modes
+
+    def twin(self, dtype: torch.dtype) -> Subject:
+        """A copy in another dtype, in evaluation mode; made once.
+
+        Raises:
+            NotMeasured: The model cannot be copied or converted.
+        """
+        found = self._twins.get(dtype)
+        if found is None:
+            try:
+                bijection = copy.deepcopy(self.bijection).to(dtype).eval().requires_grad_(False)
+                found = Subject(Adapted(bijection, self._base_in(dtype, bijection), self.library), self.name)
+                found.copied = True
+            except Exception as error:  # foreign modules may refuse to be copied in any way they like
+                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {error})"
+            self._twins[dtype] = found
+        if isinstance(found, str):
+            raise NotMeasured(found)
+        found.tick = self.tick
+        return found
+
+    def _base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
+        """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""
+        if self.base is None:
+            return None
+        base = copy.copy(self.base)
+        for name, value in vars(self.base).items():
+            if value is self.bijection:
+                setattr(base, name, bijection)
+            elif isinstance(value, nn.Module) and not isinstance(value, (Bijection, Flow)):
+                setattr(base, name, copy.deepcopy(value).to(dtype).eval().requires_grad_(False))
+        return base
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside, put back afterwards. TF32 and autocast stay as the user has them."""
+        held = [value for value in vars(self.base).values() if isinstance(value, nn.Module)] if self.base else []
+        modes = {module: module.training for top in (self.bijection, *held) for module in top.modules()}
+        try:
+            for top in (self.bijection, *held):
+                top.eval()
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    @contextlib.contextmanager
+    def watched(self, tick: Callable[[], None]) -> Iterator[None]:
+        """Inside, `tick` is called before each guarded call of the model, of copies too."""
+        before, self.tick = self.tick, tick
+        try:
+            yield
+        finally:
+            self.tick = before
+
+    def check(self, x: Tensor, context: Tensor | None, where: str, *, strict: bool = True) -> None:
+        """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse.
+
+        Samples outside the domain of a model are refused where they are data (`strict`); out of distribution they are a finding.
+        """
+        shape = tuple(x.shape)
+        complaint = f"{where}: {self.name} takes no batch of shape {shape}"
+        outcome = self._first("forward", self.forward, x, context, complaint, strict=strict)
+        if bool(outcome.failed.all()):
+            return
+        got = tuple(outcome.value.shape) if isinstance(outcome.value, Tensor) else type(outcome.value).__name__
+        if not isinstance(got, tuple) or got[:1] != shape[:1] or math.prod(got) == 0:
+            raise InputError(
+                f"{where}: {self.name} turned a batch of shape {shape} into {got}; expected one latent for each sample."
+            )
+        complaint = f"{where}: the inverse of {self.name} does not work"
+        self._first("inverse", self.inverse, outcome.value, context, complaint, strict=strict)
+
+    def _first(
+        self, what: str, call: Any, x: Tensor, context: Tensor | None, complaint: str, *, strict: bool
+    ) -> Outcome:
+        try:
+            outcome: Outcome = call(x, context)
+        except BilipError as error:
+            raise InputError(f"{complaint} ({error})") from error
+        except NotImplementedError as error:
+            raise InputError(f"{complaint}: NotImplementedError {error}".rstrip() + ".") from error
+        fatal = ("TypeError", "KeyError", "AttributeError", "InverseNotAvailable", "RuntimeError")
+        if not bool(outcome.failed.all()):
+            return outcome
+        said = outcome.message[:300]
+        if "domain" in said.lower():  # nflows' InputOutsideDomain, and others that say so
+            if not strict:
+                return outcome
+            low, high = float(x.min()), float(x.max())
+            raise InputError(
+                f"{complaint}: its values, from {low:.3g} to {high:.3g}, lie outside the domain of the model. A spline without tails "
+                f"takes values inside its interval alone: scale the data into it, or build it with linear tails. The model said: {said}"
+            )
+        short = re.search(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", said)
+        if context is None and (wants_context(self.bijection) or (short and int(short[2]) > int(short[1]))):
+            raise InputError(
+                f"{complaint} without a context: it seems to be conditional. Pass (x, context). The model said: {said}"
+            )
+        if what == "forward" or outcome.message.split(":")[0] in fatal:
+            raise InputError(f"{complaint}: {said}")
+        return outcome
+
+
+def _nothing() -> None:
+    """No clock."""
+
+
+def wants_context(module: nn.Module) -> bool:
+    """Whether a model seems to be conditional: a part of it states how large a context is.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> wants_context(real_nvp(2, context=3)), wants_context(real_nvp(2))
+        (True, False)
+    """
+    names = (
+        "context",
+        "context_features",
+        "context_channels",
+        "context_size",
+        "context_shape",
+        "condition_length",
+        "dims_c",
+    )
+    for part in module.modules():
+        for name in names:
+            value = vars(part).get(name)
+            if value and not callable(value) and not isinstance(value, (str, Tensor)):
+                return True
+    return False
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,292 @@
+"""Measurements in, one verdict per use out. What is judged, and by which limit, stands beside each measured value: see `Quantity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from bilip.auditing.looks import Looks, share_interval
+from bilip.auditing.probes.probe import PROBES
+from bilip.auditing.remedies import remedy
+from bilip.errors import InputError
+from bilip.record import USES, Measurement, Quantity, Status, Verdict
+
+__all__ = ["Thresholds", "judge"]
+
+_FLOAT32 = 2.0**-23
+_ROLES = {"inversion": "data", "likelihood": "data", "ood-likelihood": "ood"}
+_NO_SOURCE = {
+    "data": "there is no data source",
+    "ood": "there is no out-of-distribution source; name one with ood=",
+}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    r"""What a model has to keep to be called safe.
+
+    Attributes:
+        relative: Largest relative error of a round trip or a sample; by default $\sqrt{\epsilon}$ of the model's dtype, half of the
+            digits, and no less than that of float32.
+        bad_share: Largest share of bad samples, those included that are not finite; by default that of the budget: 1 % at `quick`,
+            0.1 % else.
+        share: The same as the share that must be good: `share=0.95` is `bad_share=0.05`.
+        log_prob: Largest error of a log-likelihood, as a part of $d + |\log p|$.
+        log_det: Largest difference between the claimed log-determinant and that of the Jacobian, per dimension.
+        range: Samples may lie within so many times the range of the data.
+        sample_gap: Largest difference between the median bits per dimension of samples and of data; infinite to ignore it.
+        non_finite: Largest share of batches whose memory-saving gradient is not finite while the stored one is.
+        angle: Largest angle between memory-saving and stored gradients, in radians.
+        more: Limits for quantities of your own probes, by the name that they state as `judged_by`.
+
+    Example:
+        >>> Thresholds(share=0.99).limit(eps=1e-6), Thresholds(bad_share=0.05).bad_share
+        (0.001, 0.05)
+    """
+
+    relative: float | None = None
+    share: float | None = None
+    non_finite: float = 0.0
+    log_det: float = 1e-3
+    sample_gap: float = math.inf
+    angle: float = 1e-2
+    bad_share: float | None = None
+    log_prob: float = 1e-3
+    range: float = 10.0
+    more: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        values = {k: v for k, v in asdict(self).items() if k != "more"} | dict(self.more or {})
+        for name, value in values.items():
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+                raise InputError(f"Thresholds({name}={value!r}): expected a number >= 0.")
+        for name in ("share", "bad_share"):
+            if (getattr(self, name) or 0) > 1:
+                raise InputError(f"Thresholds({name}={getattr(self, name)}): a share is at most 1.")
+        if self.share is not None and self.bad_share is None:
+            object.__setattr__(self, "bad_share", round(1 - self.share, 12))
+
+    def limit(self, eps: float) -> float:
+        """The largest relative error for a dtype with this epsilon."""
+        return math.sqrt(max(eps, _FLOAT32)) if self.relative is None else self.relative
+
+    def named(self, name: str) -> float | None:
+        """The limit of this name, or `None` if there is none."""
+        if name in (self.more or {}):
+            return (self.more or {})[name]
+        return getattr(self, name, None) if name in self.__dataclass_fields__ else None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity of one measurement beside its limit.
+
+    Attributes:
+        quantity: What was measured.
+        value: Its value; for a share the share of bad samples.
+        limit: What it is compared with.
+        measurement: Where it comes from.
+        low: The least that it may be, all uncertainty considered.
+        high: The most.
+        bad: For a share: how many samples.
+        count: For a share: of how many.
+        looks: For a share: the schedule on which it was watched.
+    """
+
+    quantity: Quantity
+    value: float
+    limit: float
+    measurement: Measurement
+    low: float
+    high: float
+    bad: int | None = None
+    count: int = 0
+
+    @property
+    def source(self) -> str:
+        """Where it was measured."""
+        return self.measurement.source
+
+    @property
+    def status(self) -> Status:
+        """Safe if all that it may be is within the limit, unsafe if nothing is."""
+        higher = self.quantity.better == "higher"
+        least, most = (-self.high, -self.low) if higher else (self.low, self.high)
+        limit = -self.limit if higher else self.limit
+        if most <= limit:
+            return Status.SAFE
+        if self.bad is not None and self.limit == 0 and self.bad == 0:
+            return Status.SAFE  # none is allowed, and none was found: no number of samples says more
+        return Status.UNSAFE if not least <= limit else Status.NOT_MEASURED
+
+    @property
+    def pressure(self) -> float:
+        """How close to the limit; the largest decides what a safe verdict names."""
+        if self.quantity.unit == "flag":
+            return -1.0
+        return self.high / self.limit if self.limit else (math.inf if self.high else 0.0)
+
+    def sentence(self) -> str:
+        """The number and its limit in words."""
+        label, where = self.quantity.label, f" on {self.source}" if self.source else ""
+        if self.quantity.unit == "flag":
+            return f"{_capital(label)}."
+        if self.bad is None:
+            spread = f" (± {(self.high - self.low) / 2:.2g})" if self.high > self.low else ""
+            allowed = "at least" if self.quantity.better == "higher" else "at most"
+            if self.quantity.unit == "share":
+                return f"{_capital(label)}{where}: {_percent(self.value)} ({allowed} {_percent(self.limit)} allowed)."
+            return f"{_capital(label)}{where}: {self.value:.3g}{spread} ({allowed} {self.limit:.3g} allowed)."
+        counted = f"{_capital(label)}{where}: {self.bad:,} of {self.count:,}"
+        allowed = f"({_percent(self.limit)} allowed)"
+        if self.status == Status.SAFE:
+            return f"{counted}, at most {_percent(self.high)} with 99 % confidence {allowed}."
+        between = f"{_percent(self.low)} to {_percent(self.high)} with 99 % confidence"
+        if self.status == Status.UNSAFE:
+            return f"{counted}, {between} {allowed}."
+        unknown = int(self.measurement.get("unknown") or 0)
+        if unknown:
+            return (
+                f"{counted} are bad, and for {unknown:,} the float64 reference is not stable, so that nothing can be said "
+                f"{allowed}."
+            )
+        if not self.bad:
+            return f"{counted}: too few samples to exclude {_percent(self.limit)}; {Looks(self.limit).needed:,} without a bad one would."
+        return f"Borderline. {counted}, {between} {allowed}: more samples would decide."
+
+
+def judge(
+    measurements: Sequence[Measurement], sources: Sequence[Mapping[str, object]], thresholds: Thresholds, eps: float
+) -> dict[str, Verdict]:
+    """One verdict for each use, and for each further use that a measured quantity names.
+
+    Example:
+        >>> verdicts = judge([], [], Thresholds(), eps=1e-7)
+        >>> verdicts["likelihood"].status.value
+        'not-measured'
+    """
+    if thresholds.bad_share is None:
+        thresholds = replace(thresholds, bad_share=0.001)
+    thresholds = replace(thresholds, relative=thresholds.limit(eps))
+    found = [_with_quantities(m) for m in measurements]
+    further = dict.fromkeys(use for m in found for q in m.quantities if q.judged for use in q.uses if use not in USES)
+    return {use: _verdict(use, found, sources, thresholds) for use in (*USES, *further)}
+
+
+def _with_quantities(m: Measurement) -> Measurement:
+    known = PROBES.get(m.probe)
+    return m if m.quantities or known is None else replace(m, quantities=tuple(known.quantities))
+
+
+def _verdict(
+    use: str, measurements: Sequence[Measurement], sources: Sequence[Mapping[str, object]], thresholds: Thresholds
+) -> Verdict:
+    role = _ROLES.get(use)
+    names = [str(s["name"]) for s in sources if role is None or s["role"] == role]
+    if role is not None and not names:
+        return Verdict(use, Status.NOT_MEASURED, _NO_SOURCE[role])
+    checks = [c for m in measurements if _concerns(m, names, role) for c in _checks(m, use, thresholds)]
+    missing = list(_missing(use, measurements, names, role))
+    broken = [c for c in checks if c.status == Status.UNSAFE]
+    if broken:
+        worst = broken[0]
+        return _said(use, worst, Status.UNSAFE, remedy(use, worst, measurements))
+    open_ = [c for c in checks if c.status == Status.NOT_MEASURED]
+    if open_:
+        return _said(use, open_[0], Status.NOT_MEASURED)
+    if missing or not checks:
+        return Verdict(use, Status.NOT_MEASURED, missing[0] if missing else f"nothing was measured for {use}")
+    return _said(use, max(checks, key=lambda c: c.pressure), Status.SAFE, also=_elsewhere(use, measurements, names))
+
+
+def _said(use: str, check: Check, status: Status, what_to_do: str = "", also: str = "") -> Verdict:
+    interval = None if check.bad is None else (check.low, check.high)
+    return Verdict(
+        use,
+        status,
+        check.sentence() + also,
+        check.quantity.name,
+        check.value,
+        check.limit,
+        check.source,
+        what_to_do,
+        check.quantity,
+        interval,
+    )
+
+
+def _concerns(m: Measurement, names: Sequence[str], role: str | None) -> bool:
+    """Whether a measurement speaks about a use: on its sources, or about the model as a whole."""
+    probe = PROBES.get(m.probe)
+    whole = probe is not None and probe.scope == "data"
+    return role is None or whole or m.source in names
+
+
+def _checks(m: Measurement, use: str, thresholds: Thresholds) -> Iterator[Check]:
+    if not m.measured:
+        return
+    for q in m.quantities:
+        if use not in q.uses or q.name not in m.values:
+            continue
+        value = m[q.name]
+        if q.unit == "flag":
+            number = float(bool(value))
+            yield Check(q, number, 0.0, m, number, number)
+            continue
+        limit = thresholds.named(q.judged_by)
+        if limit is None or limit == math.inf:
+            continue
+        value = math.nan if value is None else float(value)
+        if q.unit == "share" and "bad" in m.values:
+            bad, count, look = int(m["bad"]), int(m["count"]), m.get("look")
+            low = share_interval(bad, count, look)[0]
+            high = share_interval(min(count, bad + int(m.get("unknown") or 0)), count, look)[1]
+            yield Check(q, value, limit, m, low, high, bad, count)
+            continue
+        spread = float(m.get(f"{q.name}_uncertainty") or 0.0)
+        if math.isnan(value) and m.get("slogdet_samples") == 0:
+            continue  # nothing was compared: that is missing, not wrong
+        yield Check(q, value, limit, m, value - spread, value + spread)
+
+
+def _missing(use: str, measurements: Sequence[Measurement], names: Sequence[str], role: str | None) -> Iterator[str]:
+    """What a safe verdict would need and does not have."""
+    needed = [probe for probe in PROBES.values() if any(q.judged and use in q.uses for q in probe.quantities)]
+    for probe in needed:
+        found = [m for m in measurements if m.probe == probe.name]
+        if not found:
+            yield f"{probe.name} was not probed"
+            continue
+        places = names if role is not None and probe.scope != "data" else [m.source for m in found]
+        for name in places:
+            here = [m for m in found if m.source == name or probe.scope == "data"]
+            if not here:
+                yield f"{probe.name} was not measured on {name}"
+            elif not any(m.measured for m in here):
+                yield here[0].reason
+            elif here[0].get("slogdet_samples") == 0:
+                why = f": {here[0].notes[0]}" if here[0].notes else ""
+                yield f"the log-determinant was not held against the Jacobian on {name}{why}"
+            elif here[0].get("batches") is not None and here[0]["batches"] == here[0].get("stored_non_finite"):
+                yield "no batch has a finite stored gradient"
+
+
+def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str]) -> str:
+    """For a model that is safe to invert on its data: where it is not."""
+    if use != "inversion":
+        return ""
+    lost = [
+        f"{_percent(float(m['share_bad']))} of {m.source}"
+        for m in measurements
+        if m.probe == "reconstruction" and m.source not in names and m.measured and m.get("share_bad")
+    ]
+    return f" Outside the data it is not: {', '.join(lost[:3])} do not come back." if lost else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.3g} %"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

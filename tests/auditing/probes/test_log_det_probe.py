@@ -1,0 +1,76 @@
+"""Claimed log-determinants against the Jacobian."""
+
+import math
+
+import pytest
+import torch
+
+from bilip import Bijection
+from bilip.auditing.probes import LogDet
+from catalogue import CATALOGUE
+
+pytestmark = pytest.mark.numeric
+
+CHOSEN = [e for e in CATALOGUE if e.shape and math.prod(e.shape) <= 16 and "ode" not in e.name]
+
+
+@pytest.mark.parametrize("entry", CHOSEN, ids=[e.name for e in CHOSEN])
+def test_own_blocks_tell_the_truth(entry):
+    x, context = entry.batch(3), entry.contexts(3)
+    m = LogDet(samples=2).measure(entry.make().double(), x if context is None else (x, context))
+    assert m.measured, m.reason
+    if entry.name == "factor out":
+        assert m["slogdet_samples"] in (0, 2)
+    else:
+        assert m["slogdet_samples"] == 2, m.notes
+        assert m["slogdet_error_max"] < 1e-6
+    assert m["antisymmetry_max"] < 1e-6
+
+
+class Doubles(Bijection):
+    forward_claim, inverse_claim = 1.0, -1.0
+
+    def forward(self, x, context=None):
+        return 2 * x
+
+    def inverse(self, z, context=None):
+        return z / 2
+
+    def forward_and_log_det(self, x, context=None):
+        return 2 * x, x.new_full((len(x),), self.forward_claim * x.shape[1] * math.log(2))
+
+    def inverse_and_log_det(self, z, context=None):
+        return z / 2, z.new_full((len(z),), self.inverse_claim * z.shape[1] * math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("claims", "cancel", "jacobian"),
+    [((1, -1), 0, 0), ((-1, 1), 0, 2), ((1.5, -1.5), 0, 0.5), ((1, 1), 2, 0), ((0, -1), 1, 1)],
+)
+def test_false_claims_are_measured_per_dimension(claims, cancel, jacobian):
+    model = Doubles()
+    model.forward_claim, model.inverse_claim = claims
+    m = LogDet().measure(model, torch.randn(6, 5))
+    assert m["antisymmetry_max"] == pytest.approx(cancel * math.log(2), abs=1e-5)
+    assert m["slogdet_error_max"] == pytest.approx(jacobian * math.log(2), abs=1e-5)
+    assert any("wrong sign" in note for note in m.notes) == (claims[0] == -1)
+    assert m["measured"] == pytest.approx(5 * math.log(2))
+    assert m["claimed"] == pytest.approx(claims[0] * 5 * math.log(2), abs=1e-5)
+
+
+def test_a_claim_that_is_not_finite_is_not_lost():
+    model = Doubles()
+    model.forward_claim = math.nan
+    m = LogDet().measure(model, torch.randn(6, 5))
+    assert m["share_non_finite"] == 1.0
+    assert not m["slogdet_error_max"] <= 1e9
+
+
+def test_no_claim_is_not_measured():
+    class Silent(Doubles):
+        def forward_and_log_det(self, x, context=None):
+            raise NotImplementedError("no log-determinant")
+
+    m = LogDet().measure(Silent(), torch.randn(6, 5))
+    assert not m.measured
+    assert "no log-determinant" in m.reason

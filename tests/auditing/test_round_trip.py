@@ -1,0 +1,59 @@
+"""One relative error, whoever measures it."""
+
+import pytest
+import torch
+
+import bilip
+from bilip.adapters import as_bijection
+from bilip.auditing.round_trip import distances
+from bilip.errors import ContractViolation
+from bilip.probes import Attack, Precision, Reconstruction, StabilityMonitor
+from bilip.testing import assert_invertible
+
+
+def forgetful():
+    """Its inverse is 0, whatever it is given: every relative error is 1."""
+    return as_bijection(lambda x: x, inverse=lambda z: 0 * z, log_det=lambda x: torch.zeros(len(x)))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-5, 1.0, 1e8])
+def test_small_and_large_data_are_measured_by_their_own_size(size):
+    """An inverse that returns 0 has relative error |x| / max(|x|, r): 1 for half of the samples, whatever the data's size."""
+    torch.manual_seed(0)
+    model, x = forgetful(), size * torch.randn(256, 4)
+    assert Reconstruction().measure(model, x)["share_wrong"] == 1
+    row = StabilityMonitor(model, x, spectrum=False).measure(0)
+    assert row.relative_max == pytest.approx(1)
+    assert Attack(radius=1e-3 * size, steps=2, methods=["random"]).measure(model, x)["share_success"] == 1
+    precision = Precision(samples=16).measure(model, x)
+    assert precision["cure"] == "none"
+    assert next(r for r in precision.rows if r["rung"] == "float32")["error_max"] == pytest.approx(1)
+    with pytest.raises(ContractViolation, match="256 of 256"):
+        assert_invertible(model, x)
+
+
+def test_all_measure_the_same_error():
+    torch.manual_seed(0)
+    x = torch.randn(64, 3) * torch.tensor([1e-3, 1.0, 1.0])
+    model = as_bijection(lambda x: x, inverse=lambda z: z + 1e-2 * z.roll(1, 0), log_det=lambda x: torch.zeros(len(x)))
+    expected = float(distances(x, x + 1e-2 * x.roll(1, 0)).relative.max())
+    assert Reconstruction().measure(model, x)["relative_max"] == pytest.approx(expected, rel=1e-5)
+    assert StabilityMonitor(model, x, spectrum=False).measure(0).relative_max == pytest.approx(expected, rel=1e-5)
+    assert_invertible(model, x, tolerance=1.001 * expected)
+    with pytest.raises(ContractViolation):
+        assert_invertible(model, x, tolerance=0.999 * expected)
+
+
+def test_one_huge_sample_does_not_hide_the_others():
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    x[0] = 1e20
+    found = distances(x, x + 1e-2)
+    assert bool((found.relative[1:] > 1e-3).all())
+
+
+def test_the_audit_does_not_contradict_itself_on_small_data():
+    torch.manual_seed(0)
+    flow = bilip.Flow(forgetful(), shape=(4,))
+    record = bilip.audit(flow, 1e-5 * torch.randn(64, 4), budget="quick", probes=["reconstruction", "precision"])
+    assert record.find("reconstruction")[0]["share_wrong"] == 1
+    assert record.find("precision")[0]["cure"] == "none"

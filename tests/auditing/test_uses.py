@@ -1,0 +1,468 @@
+"""Each use is judged by what it does: verdicts that were wrong once, on models whose truth is known."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import bilip
+from bilip import Chain, Flow, blocks
+from bilip.adapters import as_bijection
+from bilip.auditing import BUDGETS
+from bilip.auditing.reference import same_draws
+from bilip.errors import InputError
+from bilip.probes import Likelihood, LogDet, Reconstruction, Sampling
+
+QUICK = ["consistency", "reconstruction", "likelihood", "log_det", "sampling", "blame"]
+
+
+def audit(model, x, *, probes=QUICK, **options):
+    return bilip.audit(model, x, budget="quick", probes=probes, **options)
+
+
+def statuses(record):
+    return {use: v.status.value for use, v in record.verdicts.items()}
+
+
+class RealNVP(nn.Module):
+    """A correct one, written by hand: forward -> (z, log-determinant), inverse(z) -> (x, log-determinant)."""
+
+    def __init__(self, features=4, blocks=4, forgotten=0.0):
+        super().__init__()
+        half = features // 2
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(half, 16), nn.Tanh(), nn.Linear(16, features)) for _ in range(blocks)
+        )
+        self.forgotten = forgotten
+
+    def forward(self, x):
+        log_det = x.new_zeros(len(x))
+        for net in self.nets:
+            a, b = x.chunk(2, 1)
+            scale, shift = net(a).chunk(2, 1)
+            x = torch.cat([b * scale.exp() + shift, a], 1)
+            log_det = log_det + scale.sum(1)
+        return x * math.exp(self.forgotten), log_det
+
+    def inverse(self, z):
+        z = z * math.exp(-self.forgotten)
+        log_det = z.new_zeros(len(z))
+        for net in reversed(self.nets):
+            b, a = z.chunk(2, 1)
+            scale, shift = net(a).chunk(2, 1)
+            z = torch.cat([a, (b - shift) * (-scale).exp()], 1)
+            log_det = log_det - scale.sum(1)
+        return z, log_det
+
+
+# ---- inversion
+
+
+def test_a_wrong_inverse_is_a_matter_of_inversion_and_not_of_the_likelihood():
+    torch.manual_seed(0)
+    sound = RealNVP()
+    model = as_bijection(
+        lambda x: sound(x)[0], inverse=lambda z: sound.inverse(z)[0] * 1.01, log_det=lambda x: sound(x)[1]
+    )
+    record = audit(model, torch.randn(1000, 4))
+    assert statuses(record)["inversion"] == "unsafe"
+    assert statuses(record)["likelihood"] == "safe"
+    assert "a bug" in record.verdicts["inversion"].remedy
+
+
+def test_correct_code_is_not_called_a_bug():
+    """An affine flow with large weights fails by rounding: the condition at the failing samples says so."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = RealNVP(blocks=8)
+        for p in model.parameters():
+            p.data *= 3
+        record = audit(model, {"test": 3 * torch.randn(1000, 4)}, ood=["uniform:4"])
+        for verdict in record.verdicts.values():
+            assert "a bug" not in verdict.remedy
+        for m in record.find("blame"):
+            assert m["cause"] in ("", "rounding")
+
+
+def test_a_model_that_is_safe_in_float32_is_safe_in_float64():
+    """An inverse that iterates to 1e-6 has three digits more than float32 needs, and fewer than sqrt(eps) of float64."""
+    torch.manual_seed(0)
+    model = as_bijection(
+        lambda x: 2 * x, inverse=lambda z: z / 2 * (1 + 1e-6), log_det=lambda x: x.new_full((len(x),), 4 * math.log(2))
+    )
+    x = torch.randn(1000, 4)
+    for data in (x, x.double()):
+        found = bilip.Flow(model.to(data.dtype), shape=(4,))
+        assert statuses(audit(found, data))["inversion"] == "safe"
+
+
+def test_broken_weights_are_named_before_anything_else():
+    torch.manual_seed(0)
+    flow = Flow(bilip.models.real_nvp(4, blocks=3, hidden=(8,)))
+    name, weight = next((n, p) for n, p in flow.bijection.named_parameters() if "1." in n and p.ndim == 2)
+    weight.data[0, 0] = math.nan
+    record = audit(flow, torch.randn(1000, 4))
+    for use in ("inversion", "sampling", "likelihood"):
+        assert record.verdicts[use].status == "unsafe"
+        assert name in record.verdicts[use].remedy
+        assert "1 of" in record.verdicts[use].remedy
+
+
+# ---- sampling
+
+
+class Explodes(bilip.Bijection):
+    """The identity, but latents beyond 2.9 are decoded as 1e20 times themselves; exactly invertible."""
+
+    factor = 1e20
+
+    def _scale(self, v, edge):
+        return torch.where(v.abs() > edge, self.factor, 1.0)
+
+    def forward(self, x, context=None):
+        return x / self._scale(x, 1e19)
+
+    def inverse(self, z, context=None):
+        return z * self._scale(z, 2.9)
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), -self._scale(x, 1e19).log().sum(1)
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), self._scale(z, 2.9).log().sum(1)
+
+
+def test_samples_far_outside_the_data_are_bad_however_well_they_are_inverted():
+    """P(|z| > 2.9) = 0.37 % an entry: 1.5 % of samples in four dimensions, against 0.1 % that are allowed."""
+    flow = Flow(Chain(Explodes(), shape=(4,)))
+    budget = replace(BUDGETS["quick"], bad_share=0.001, draws=8000, samples=8000)
+    record = bilip.audit(flow, torch.randn(6000, 4).clamp(-2, 2), budget=budget, probes=["consistency", "sampling"])
+    found = record.verdicts["sampling"]
+    assert found.status == "unsafe"
+    m = record.find("sampling")[0]
+    assert m["out_of_range"] == m["bad"] > 0
+    assert m["float64_bad"] == m["float64_tried"] > 0
+    assert "the model itself decodes latents far outside" in found.remedy
+
+
+def test_heavy_tails_of_the_data_excuse_those_of_the_samples():
+    torch.manual_seed(0)
+    data = torch.randn(4000, 2)
+    data[torch.rand(4000) < 0.02] *= 1e3  # as rare as it is in the samples below
+    m = Sampling(1000).measure(Flow(Chain(blocks.Permutation.reverse(2), shape=(2,))), data)
+    assert m["bad"] == 0
+
+
+def test_samples_that_equal_the_reference_are_sound_though_they_do_not_encode_back():
+    """The forward pass loses half of its digits and more; decoding is exact. Only decoding matters for sampling."""
+
+    class Coarse(bilip.Bijection):
+        def forward(self, x, context=None):
+            return x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype)
+
+        def inverse(self, z, context=None):
+            return z.clone()
+
+    record = audit(Flow(Chain(Coarse(), shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
+    assert record.find("sampling")[0]["reencode_relative_max"] > 1e-3
+    assert record.verdicts["sampling"].status == "safe"
+
+
+def test_wrong_decoding_in_float32_is_found_and_float64_offered():
+    class Lossy(bilip.Bijection):
+        def forward(self, x, context=None):
+            return x
+
+        def inverse(self, z, context=None):
+            return z if z.dtype == torch.float64 else z.bfloat16().to(z.dtype)
+
+    record = audit(Flow(Chain(Lossy(), shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
+    assert record.verdicts["sampling"].status == "unsafe"
+    assert "in float64 0 of" in record.verdicts["sampling"].remedy
+
+
+def test_the_decision_does_not_flip_with_the_seed():
+    """0.5 % of samples are bad and 1 % is allowed, 0.1 % is not: never `unsafe` at 1 %, never `safe` at 0.1 %."""
+
+    class Rare(bilip.Bijection):
+        def forward(self, x, context=None):
+            return x.clone()
+
+        def inverse(self, z, context=None):
+            return torch.where((z[:, :1] > 2.576), math.nan, z)  # P = 0.5 %
+
+    flow = Flow(Chain(Rare(), shape=(2,)))
+    for seed in range(6):
+        found = {}
+        for allowed in (0.05, 0.001):
+            budget = replace(BUDGETS["quick"], bad_share=allowed, draws=8000, samples=8000)
+            record = bilip.audit(flow, torch.randn(50, 2), budget=budget, seed=seed, probes=["consistency", "sampling"])
+            found[allowed] = record.verdicts["sampling"]
+        assert found[0.05].status == "safe"
+        assert found[0.001].status == "unsafe"
+        low, high = found[0.001].interval
+        assert low <= 0.005 <= high
+
+
+# ---- likelihood
+
+
+def test_the_log_likelihood_is_held_against_a_better_computed_one():
+    """Round trips are exact; log p is off by 0.01 a dimension in float32 alone."""
+
+    class Rounded(bilip.Bijection):
+        def forward(self, x, context=None):
+            return x.clone()
+
+        inverse = forward
+
+        def forward_and_log_det(self, x, context=None):
+            exact = x.dtype == torch.float64
+            return x.clone(), x.new_zeros(len(x)) if exact else x.new_full((len(x),), 0.01 * x.shape[1])
+
+        def inverse_and_log_det(self, z, context=None):
+            return z.clone(), z.new_zeros(len(z))
+
+    record = audit(Flow(Chain(Rounded(), shape=(8,))), {"test": torch.randn(1000, 8)}, ood=["uniform"])
+    assert statuses(record)["inversion"] == "safe"
+    assert statuses(record)["likelihood"] == statuses(record)["ood-likelihood"] == "unsafe"
+    m = record.find("likelihood", "test")[0]
+    assert m["worst_log_prob"] - m["worst_reference"] == pytest.approx(0.08, abs=1e-4)
+
+
+def test_a_likelihood_far_outside_is_judged_by_its_own_size():
+    """|log p| is 5e5 out there; an error of 1e-6 of it is rounding and no defect."""
+    flow = Flow(Chain(blocks.DiagonalScaling(torch.full((8,), 30.0)), shape=(8,)))
+    record = audit(flow, {"test": torch.randn(1000, 8)}, ood=["scaled:30"])
+    assert statuses(record)["ood-likelihood"] == "safe"
+    assert abs(record.find("likelihood", "scaled:30")[0]["log_prob_median"]) > 1e5
+
+
+def test_a_forgotten_layer_of_784_dimensions_is_found_exactly():
+    torch.manual_seed(0)
+    x = torch.rand(8, 784)
+    for forgotten in (0.0, 0.02):
+        m = LogDet(8, samples=1).measure(RealNVP(784, 2, forgotten), x)
+        assert m["method"] == "exact"
+        assert m["slogdet_error_max"] == pytest.approx(forgotten, abs=1e-6)
+        assert m["slogdet_error_max_uncertainty"] == 0
+
+
+def test_large_blocks_with_a_structure_have_exact_log_determinants():
+    torch.manual_seed(0)
+    for model in (
+        bilip.models.glow((4, 16, 16), levels=2, blocks=2, hidden=8, actnorm="identity"),
+        bilip.models.glow((4, 16, 16), levels=2, blocks=2, hidden=8, actnorm="identity", factor_out=True),
+    ):
+        for p in model.parameters():
+            p.data += 0.05 * torch.randn_like(p)
+        m = LogDet(2, samples=1, exact=16).measure(model, torch.rand(2, 4, 16, 16))
+        assert m["method"] == "exact"
+        assert m["slogdet_error_max"] < 1e-6
+
+
+def test_an_estimate_that_cannot_decide_is_not_measured():
+    """Condition 1e6 and few Lanczos steps: the estimate is biased, and its uncertainty says so."""
+    torch.manual_seed(0)
+    a, b = torch.linalg.qr(torch.randn(96, 96))[0], torch.linalg.qr(torch.randn(96, 96))[0]
+    matrix = a @ torch.diag(torch.logspace(-6, 0, 96)) @ b
+    inverse, value = torch.linalg.inv(matrix.double()), float(torch.linalg.slogdet(matrix.double())[1])
+    model = as_bijection(
+        lambda x: x @ matrix.to(x.dtype).T,
+        inverse=lambda z: (z.double() @ inverse.T).to(z.dtype),
+        log_det=lambda x: x.new_full((len(x),), value),
+    )
+    m = LogDet(4, samples=1, exact=16, steps=12).measure(model, torch.randn(4, 96))
+    assert m["method"] == "estimate"
+    off, uncertainty = m["slogdet_error_max"], m["slogdet_error_max_uncertainty"]
+    assert off <= uncertainty
+    assert uncertainty > 1e-3
+
+
+def test_random_log_determinants_are_compared_under_the_same_draws():
+    class Estimates(bilip.Bijection):
+        def forward(self, x, context=None):
+            return 2 * x
+
+        def inverse(self, z, context=None):
+            return z / 2
+
+        def forward_and_log_det(self, x, context=None):
+            v = torch.randn_like(x)
+            return 2 * x, (v * v).sum(1) * math.log(2)
+
+        def inverse_and_log_det(self, z, context=None):
+            return z / 2, -self.forward_and_log_det(z)[1]
+
+    m = Likelihood().measure(Flow(Chain(Estimates(), shape=(4,))), torch.randn(300, 4))
+    assert m["spread"] > 0.5
+    assert m["bad"] == 0
+    assert m["error_max"] < 1e-4
+    with same_draws(3):
+        first = torch.rand(5)
+    with same_draws(3):
+        assert torch.rand(5, dtype=torch.float64).equal(first.double())
+
+
+def test_large_models_get_references_where_they_look_suspicious_and_at_random():
+    class Sometimes(bilip.Bijection):
+        """Wrong in float32 for one sample in 20, without any sign of it."""
+
+        def forward(self, x, context=None):
+            return x.clone()
+
+        inverse = forward
+
+        def forward_and_log_det(self, x, context=None):
+            lost = (x.dtype == torch.float32) & (x[:, 0] > 1.645)
+            return x.clone(), torch.where(lost, 10.0, 0.0).to(x.dtype)
+
+        def inverse_and_log_det(self, z, context=None):
+            return z.clone(), z.new_zeros(len(z))
+
+    x = torch.randn(1000, 200, generator=torch.Generator().manual_seed(0))
+    sound = Likelihood(referenced=64).measure(Flow(Chain(blocks.Permutation.reverse(200), shape=(200,))), x)
+    assert (sound["bad"], sound["referenced"]) == (0, 64)
+    m = Likelihood(referenced=64).measure(Flow(Chain(Sometimes(), shape=(200,))), x)
+    assert m["referenced"] == 1000  # one bad sample among those at random: nothing is taken on trust any more
+    assert m["bad"] == int((x[:, 0] > 1.645).sum())
+
+
+# ---- as you run it
+
+
+def test_autocast_at_the_call_is_what_is_judged():
+    torch.manual_seed(0)
+    flow = Flow(bilip.models.real_nvp(8, blocks=6, hidden=(32,)))
+    x = torch.randn(1000, 8)
+    assert statuses(audit(flow, x))["likelihood"] == "safe"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        record = audit(flow, x)
+    assert record.settings["autocast"] == "bfloat16"
+    assert statuses(record)["likelihood"] == "unsafe"
+    assert "in float64 0 of" in record.verdicts["likelihood"].remedy
+    given = audit(flow, x, autocast=torch.bfloat16)
+    assert given.settings["autocast"] == "bfloat16"
+    assert given.verdicts["likelihood"].value == record.verdicts["likelihood"].value
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ---- what models say
+
+
+def test_every_normflows_residual_flow_samples():
+    nf = pytest.importorskip("normflows")
+    torch.manual_seed(0)
+    layers = [
+        nf.flows.Residual(nf.nets.LipschitzMLP([2, 16, 2], init_zeros=True, lipschitz_const=0.9), reduce_memory=False)
+        for _ in range(2)
+    ]
+    model = nf.NormalizingFlow(nf.distributions.DiagGaussian(2, trainable=False), layers).eval()
+    m = Sampling(64).measure(model, torch.randn(64, 2))
+    assert m["share_failed"] == 0, m["failure"]
+    assert m["bad"] == 0
+
+
+def test_a_domain_error_of_nflows_is_told_in_words():
+    nflows = pytest.importorskip("nflows")
+    from nflows import distributions, flows, transforms
+
+    del nflows
+    torch.manual_seed(0)
+    spline = transforms.MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
+        features=2, hidden_features=8, num_bins=4
+    )
+    flow = flows.Flow(spline, distributions.StandardNormal([2])).eval()
+    with pytest.raises(InputError, match="outside the domain of the model.*linear tails"):
+        audit(flow, 5 + torch.rand(100, 2))
+    record = audit(flow, {"test": torch.rand(700, 2)}, ood=["uniform:3"], probes=["reconstruction"])
+    m = record.find("reconstruction", "uniform:3")[0]
+    assert m["share_failed"] > 0
+    assert m["failure"]
+
+
+def test_a_missing_context_is_told_in_words():
+    zuko = pytest.importorskip("zuko")
+    for model in (zuko.flows.MAF(2, 3, transforms=1), zuko.flows.NSF(2, 3, transforms=1)):
+        with pytest.raises(InputError, match=r"conditional.*Pass \(x, context\)"):
+            audit(model, torch.randn(50, 2))
+
+
+def test_the_blame_looks_at_the_samples_that_fail():
+    class Breaks(bilip.Bijection):
+        def forward(self, x, context=None):
+            return x.clone()
+
+        def inverse(self, z, context=None):
+            return torch.where(z[:, :1] > 1.5, 3 * z, z)
+
+    torch.manual_seed(0)
+    x = torch.randn(1000, 3)
+    x[:200] = x[:200].clamp(-1, 1)  # the first samples, which are all that 0.1 walked, come back
+    model = Chain(blocks.Permutation.reverse(3), Breaks(), blocks.Permutation.reverse(3), shape=(3,))
+    m = audit(model, x, probes=["reconstruction", "blame"]).find("blame")[0]
+    assert m["guilty"] == "1"
+    assert m["wrong"] == m["samples"] > 0
+
+
+def test_no_block_is_named_unless_it_stands_out():
+    """Twenty equal blocks that each make an error grow four-fold."""
+    scale = torch.tensor([4.0, 0.25])
+    model = Chain(
+        *(b for _ in range(20) for b in (Stretch(scale), Turn())),
+        shape=(2,),
+    )
+    record = audit(model, torch.randn(1000, 2), probes=["consistency", "reconstruction", "blame"])
+    assert record.find("blame")[0]["guilty"] == "", record.find("blame")[0]["why"]
+    assert "No block stands out" in record.verdicts["inversion"].remedy
+
+
+class Stretch(bilip.Bijection):
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, x, context=None):
+        return x * self.scale
+
+    def inverse(self, z, context=None):
+        return z / self.scale
+
+
+class Turn(bilip.Bijection):
+    angle = 0.3
+
+    def _matrix(self, x):
+        c, s = math.cos(self.angle), math.sin(self.angle)
+        return torch.tensor([[c, -s], [s, c]], dtype=x.dtype)
+
+    def forward(self, x, context=None):
+        return x @ self._matrix(x).T
+
+    def inverse(self, z, context=None):
+        return z @ self._matrix(z)
+
+
+def test_failing_samples_are_tried_again_in_float64():
+    model = Chain(*(b for _ in range(8) for b in (Stretch(torch.tensor([4.0, 0.25])), Turn())), shape=(2,))
+    m = Reconstruction().measure(model, torch.randn(500, 2, generator=torch.Generator().manual_seed(0)))
+    assert m["bad"] > 0
+    assert m["float64_tried"] == min(m["bad"], 512)
+    assert m["float64_bad"] == 0
+
+
+def test_the_reference_has_a_base_and_an_embedding_in_float64_too():
+    pytest.importorskip("nflows")
+    from nflows import distributions, flows, transforms
+
+    torch.manual_seed(0)
+    embedding = nn.Linear(3, 4)
+    base = distributions.ConditionalDiagonalNormal([2], context_encoder=nn.Linear(4, 4))
+    made = transforms.MaskedAffineAutoregressiveTransform(features=2, hidden_features=8, context_features=4)
+    flow = flows.Flow(made, base, embedding_net=embedding).eval()
+    m = Likelihood().measure(flow, (torch.randn(100, 2), torch.randn(100, 3)))
+    assert (m["bad"], m["unknown"]) == (0, 0)
+    assert m["error_max"] < 1e-3
+    assert embedding.weight.dtype == torch.float32
