@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip import _linalg
+
 __all__ = ["Extreme", "largest_singular_value", "mean_log_brackets", "mean_log_singular_value"]
 
 
