@@ -80,7 +80,7 @@ def _audit(name: str, budget: str, progress) -> AuditRecord:
 def _table(records: dict[str, AuditRecord]) -> Table:
     table = Table(title="May they be used?", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("flow", no_wrap=True)
-    for head in ("inversion", "sampling", "likelihood", "likelihood\noutside", "error\noutside", "lost\noutside"):
+    for head in ("inversion", "sampling", "likelihood", "error\noutside", "lost\noutside"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, record in records.items():
         outside = record.find("reconstruction", "uniform:2")[0]
@@ -91,6 +91,6 @@ def _table(records: dict[str, AuditRecord]) -> Table:
             name,
             *(f"[bold red]{s.upper()}[/bold red]" if s == "unsafe" else s for s in states),
             f"{outside['relative_max']:.1e}",
-            f"{100 * outside['share_bad']:.2g} %",
+            f"[bold red]{lost:.2g} %[/bold red]" if lost else "0 %",
         )
     return table
