@@ -84,6 +84,7 @@ def _table(records: dict[str, AuditRecord]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for name, record in records.items():
         outside = record.find("reconstruction", "uniform:2")[0]
+        lost = 100 * outside["share_bad"]
         states = [
             record.verdicts[use].status.value for use in ("inversion", "sampling", "likelihood", "ood-likelihood")
         ]
