@@ -85,9 +85,7 @@ def _table(records: dict[str, AuditRecord]) -> Table:
     for name, record in records.items():
         outside = record.find("reconstruction", "uniform:2")[0]
         lost = 100 * outside["share_bad"]
-        states = [
-            record.verdicts[use].status.value for use in ("inversion", "sampling", "likelihood", "ood-likelihood")
-        ]
+        states = [record.verdicts[use].status.value for use in ("inversion", "sampling", "likelihood")]
         table.add_row(
             name,
             *(f"[bold red]{s.upper()}[/bold red]" if s == "unsafe" else s for s in states),
