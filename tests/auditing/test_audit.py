@@ -433,7 +433,7 @@ def test_an_inverse_that_ends_the_program_fails_its_samples(error, after):
     record = bilip.audit(Ends(error, "inverse", after), torch.randn(8, 4), budget=TINY, probes=["reconstruction"])
     assert record.measurements[0]["share_failed"] == 1
     assert type(error).__name__ in record.measurements[0]["failure"]
-    assert record.verdicts["likelihood"].status == "unsafe"
+    assert record.verdicts["inversion"].status == "unsafe"
 
 
 def test_what_a_probe_met_when_the_program_was_ended_is_its_reason():
