@@ -9,8 +9,6 @@ import torch
 
 from bilip import _linalg
 
-pytestmark = pytest.mark.numeric
-
 NAMES = ["inv", "inv_ex", "lu", "slogdet", "det", "solve", "solve_ex"]
 TWO_THREADS = """
 import math

@@ -3,7 +3,8 @@
 On a CPU, torch factors the matrices of a stack in several threads at once, and after `torch.set_num_threads(n)` with n > 1 the
 factors of matrices with more than about 150 rows are wrong, or never come (pytorch#142815, pytorch#141358). One matrix at a time is right,
 so larger matrices on a CPU are taken one by one. On other devices a stack is one call. All else is as in `torch.linalg`:
-gradients, forward mode and what is raised. `tests/test_floors.py` refuses direct calls elsewhere.
+gradients, forward mode and what is raised. `torch.func.vmap` over the matrices themselves hides the stack from this file: on a CPU, keep
+to one thread there. `tests/test_floors.py` refuses direct calls elsewhere.
 """
 
 from __future__ import annotations
