@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak soak-guard lint types docs bench table format clean
+.PHONY: demo test numeric soak soak-cpu soak-guard soak-bounds fuzz lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -13,6 +13,21 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
 
+# What rounding could turn, once with torch's plainest kernels and once with two threads, whose sums have another order.
+numeric: $(READY)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric src docs tests $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 src docs tests $(ARGS)
+
+# The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
+soak-cpu: $(READY)
+	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; \
+	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS) || red="$$red $$cpu"; \
+	done; test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --jobs 2 --out results/robustness/fuzz.json $(ARGS)
+
 soak: $(READY)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/probes/test_guarded.py tests/test_theorem.py
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
@@ -20,6 +35,11 @@ soak: $(READY)
 # At most an hour on two cores; exit code 1 if a gradient was wrong without a word.
 soak-guard: $(READY)
 	$(BIN)/python benchmarks/guard_soak.py --models 10000 --jobs 2 --out results/guard/soak.json
+
+# Gains above bounds and errors of inverses above what is stated, at all magnitudes: 30 minutes on two idle cores.
+soak-bounds: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soundness.py --comparisons 100000 --jobs 2 --out results/soundness/search.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/error_bound.py --inverses 100000 --jobs 2 --out results/soundness/error_bound.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ def scaled(block: Bijection, factor: float) -> Bijection:
     }
     with torch.no_grad():
         for p in block.parameters():
-            if id(p) not in linear:
+            if id(p) not in linear and p.is_floating_point():
                 p.mul_(factor)
     return block
 

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +116,8 @@ for change in sys.argv[1:]:
 """
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_the_switches_of_torch_are_off_inside_and_put_back():
     old = [
         "pass",
@@ -212,10 +215,12 @@ print(record.find("trust")[0]["count"], peak)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+@pytest.mark.process
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
-    """20 times the samples: the file grows by 97 MB, and the process by less than a fifth of that."""
+    """12 times the samples: the file grows by 56 MB, and the process by less than a third of that."""
     peaks = []
-    for count in (5_000, 100_000):
+    for count in (5_000, 60_000):
         path = tmp_path / f"{count}.npy"
         rng = np.random.default_rng(0)
         array = np.lib.format.open_memmap(path, "w+", np.float32, (count, 256))
@@ -371,6 +376,162 @@ def test_ctrl_c():
     record = bilip.audit(flow, x, budget=TINY, probes=probes, keep_interrupted=True)
     assert [m.reason for m in record.measurements] == ["", "the audit was stopped here", "the audit was stopped before"]
     assert record.settings["stopped"] is True
+
+
+# ---- models that end the program, time, and models without numbers
+
+
+class Ends(bilip.Bijection):
+    """The identity, until one of its methods ends the program."""
+
+    def __init__(self, error, where, after=0):
+        super().__init__()
+        self.error, self.where, self.left = error, where, after
+
+    def _there(self, name, value):
+        if name == self.where:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+        return value
+
+    def forward(self, x, context=None):
+        return self._there("forward", x)
+
+    def inverse(self, z, context=None):
+        return self._there("inverse", z)
+
+    def forward_and_log_det(self, x, context=None):
+        return self._there("log_det", x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self._there("log_det", z), z.new_zeros(len(z))
+
+
+class Own(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("enough"), Own("own")], ids=repr)
+def test_a_model_that_ends_the_program_at_once_is_refused(error):
+    with pytest.raises(InputError, match=f"takes no batch.*{type(error).__name__}") as caught:
+        bilip.audit(Ends(error, "forward"), torch.randn(8, 4), budget=TINY)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("error", [SystemExit(0), Own("own")], ids=repr)
+def test_an_inverse_that_ends_the_program_fails_its_samples(error, after):
+    record = bilip.audit(Ends(error, "inverse", after), torch.randn(8, 4), budget=TINY, probes=["reconstruction"])
+    assert record.measurements[0]["share_failed"] == 1
+    assert type(error).__name__ in record.measurements[0]["failure"]
+    assert record.verdicts["likelihood"].status == "unsafe"
+
+
+def test_what_a_probe_met_when_the_program_was_ended_is_its_reason():
+    probes = [Mean(), Mean(SystemExit(0)), Mean()]
+    record = bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=probes)
+    assert [m.reason for m in record.measurements] == ["", "the model ended the program (SystemExit: 0)", ""]
+    assert record.settings["ended"] == "the model ended the program (SystemExit: 0)"
+
+
+class Ticking(Probe):
+    """Ten batches, of which the clock of the audit allows three."""
+
+    name = "ticking"
+
+    def __init__(self, clock, by):
+        self.clock, self.by, self.done = clock, by, 0
+
+    def _measure(self, subject, source):
+        for k in range(10):
+            self.clock[0] += 1.0
+            if self.by == "progress":
+                self.progress(k / 10)
+            else:
+                subject.forward(torch.zeros(1, 4))
+            self.done += 1
+        return Measurement(self.name, source.name, values={"batches": self.done})
+
+
+class Stubborn(Ticking):
+    """Swallows what it meets, and claims to be done."""
+
+    def _measure(self, subject, source):
+        try:
+            return super()._measure(subject, source)
+        except bilip.errors.NotMeasured:
+            return Measurement(self.name, source.name, values={"batches": self.done})
+
+
+@pytest.mark.parametrize("by", ["progress", "calls"])
+@pytest.mark.parametrize("kind", [Ticking, Stubborn])
+def test_the_time_is_looked_at_between_batches(monkeypatch, by, kind):
+    clock = [0.0]
+    monkeypatch.setattr("bilip._audit.monotonic", lambda: clock[0])
+    probe = kind(clock, by)
+    record = bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=[probe, Mean()], time=3.5)
+    assert 2 <= probe.done <= 4
+    assert [m.reason for m in record.measurements] == ["the time of 3.5 s was over"] * 2
+    assert record.settings["time"] == 3.5
+    assert record.settings["out_of_time"] is True
+    assert {v.status.value for v in record.verdicts.values()} == {"not-measured"}
+    assert kind(clock, by).measure(affine_flow(), torch.randn(8, 4))["batches"] == 10  # alone it has no clock
+    assert probe.measure(affine_flow(), torch.randn(8, 4)).measured  # and neither has one that was in an audit
+
+
+def test_the_search_for_guilty_samples_looks_at_the_time_too(monkeypatch):
+    """A model that raises for some samples is called hundreds of times to find them."""
+    clock = [0.0]
+    monkeypatch.setattr("bilip._audit.monotonic", lambda: clock[0])
+
+    class Picky(Ends):
+        calls = 0
+
+        def inverse(self, z, context=None):
+            self.calls += 1
+            clock[0] += 1.0
+            if (z[:, 0] > 0).any():
+                raise ValueError("too large")
+            return z
+
+    model, x = Picky(None, ""), torch.randn(64, 4).abs().neg()
+    x[8:, 0] *= -1
+    record = bilip.audit(model, x, budget=TINY, probes=["reconstruction"], time=12.0)
+    assert model.calls <= 14
+    assert record.measurements[0].reason == "the time of 12 s was over"
+
+
+def test_what_was_measured_in_time_is_kept(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("bilip._audit.monotonic", lambda: clock[0])
+    probes = ["reconstruction", Ticking(clock, "calls")]
+    record = bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=probes, time=5)
+    assert record.find("reconstruction")[0].measured
+    assert not record.find("ticking")[0].measured
+    assert bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=probes).settings["out_of_time"] is False
+
+
+@pytest.mark.parametrize("time", [0, -1, math.nan, math.inf, "60", True])
+def test_times_that_are_none(time):
+    with pytest.raises(InputError, match="audit\\(time=.*positive number of seconds"):
+        bilip.audit(affine_flow(), torch.randn(8, 4), time=time)
+
+
+def test_a_model_without_numbers():
+    with pytest.raises(InputError, match="on the device meta, where tensors have no numbers"):
+        bilip.audit(affine_flow().to("meta"), torch.randn(8, 4))
+
+
+def test_what_libraries_say_to_their_developers_is_not_shown():
+    class Old(Ends):
+        def forward(self, x, context=None):
+            warnings.warn("torch.old_solve is deprecated in favor of torch.new_solve", UserWarning, stacklevel=1)
+            return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bilip.audit(Old(None, ""), torch.randn(8, 4), budget=TINY, probes=["reconstruction"])
 
 
 # ---- verdicts

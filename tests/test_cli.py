@@ -3,8 +3,10 @@
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -86,6 +88,52 @@ class Impatient(Lossy):
 def impatient():
     Impatient.calls = 0
     return bilip.Flow(bilip.Chain(Impatient(), shape=(4,)))
+
+class Leaver(Lossy):
+    calls = 0
+
+    def inverse(self, z, context=None):
+        Leaver.calls += 1
+        if Leaver.calls > self.after:
+            sys.exit(0)
+        return z
+
+def leaver(after=2):
+    Leaver.calls, Leaver.after = 0, after
+    return bilip.Flow(bilip.Chain(Leaver(), shape=(4,)))
+
+def leaver_at_once():
+    return leaver(0)
+
+class Quitter(Lossy):
+    def forward(self, x, context=None):
+        sys.exit(0)
+
+    def advance(self, *args):
+        sys.exit(0)
+
+def quitter():
+    return Quitter()
+
+def empty():
+    return models.real_nvp(4, blocks=1).to("meta")
+
+class Slow(Lossy):
+    calls = 0
+
+    def inverse(self, z, context=None):
+        import pathlib, time
+        Slow.calls += 1
+        if Slow.calls == 4:
+            pathlib.Path("slow.txt").touch()
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass  # swallows the signal
+        return z
+
+def slow():
+    return bilip.Flow(bilip.Chain(Slow(), shape=(4,)))
 """
 
 
@@ -144,7 +192,7 @@ def bilip_(folder, monkeypatch, capfd):
 
 def process(*args, cwd, **options):
     command = [sys.executable, "-m", "bilip", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, **options)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900, **options)
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]
@@ -167,6 +215,14 @@ BAD = [
     ("not a model", instead("cli_targets:additive", "cli_targets:nothing"), "gave an object of type int"),
     ("no inverse", instead("cli_targets:additive", "cli_targets:plain_net"), "has no inverse"),
     ("inverse unwritten", instead("cli_targets:additive", "cli_targets:no_inverse"), "the inverse of"),
+    ("model leaves", instead("cli_targets:additive", "cli_targets:quitter"), "SystemExit: 0"),
+    ("model is empty", instead("cli_targets:additive", "cli_targets:empty"), "on the device meta"),
+    ("moved to nowhere", [*QUICK, "--device", "meta"], "on the device meta"),
+    ("time", [*QUICK, "--time", "0"], "time=0.0"),
+    ("bounds: model leaves", ["bounds", "cli_targets:quitter"], "ended the program (SystemExit: 0)"),
+    ("bounds: model is empty", ["bounds", "cli_targets:empty"], "on the device meta"),
+    ("report: device", ["report", "/dev/zero"], "/dev/zero cannot be read (it is a device)"),
+    ("data: device", instead("x.npy", "x=/dev/zero"), "not of a kind that is read here"),
     ("folder is no checkpoint", instead("cli_targets:additive", "."), "bilip: "),
     ("no such file", instead("x.npy", "absent.npy"), "absent.npy does not exist"),
     ("no kind of file", instead("x.npy", "words.txt"), "expected .npy"),
@@ -231,6 +287,7 @@ def test_bad_input_is_one_line_and_exit_code_two(bilip_, folder, args, says):
         (instead("cli_targets:additive", "cli_targets:broken"), "RuntimeError: first line second line"),
     ],
 )
+@pytest.mark.process
 def test_bad_input_in_a_process_of_its_own(made, args, says):
     (made / "left.json").unlink(missing_ok=True)
     result = process(*args, "--out", "left.json", cwd=made)
@@ -342,6 +399,127 @@ def test_ctrl_c_before_anything_was_measured(bilip_, monkeypatch, folder):
     assert not (folder / "early.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("target", "required", "code"),
+    [
+        ("leaver", "likelihood", 1),
+        ("leaver", "", 0),
+        ("leaver_at_once", "sampling", 1),
+        ("leaver_at_once", "likelihood", 1),
+    ],
+)
+def test_a_model_that_ends_the_program_never_passes_the_gate(bilip_, folder, target, required, code):
+    (folder / "left.json").unlink(missing_ok=True)
+    args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
+    found, _, err = bilip_(
+        *args, "--probes", "consistency,reconstruction,log_det", "--require", required, "--out", "left.json"
+    )
+    assert found == code, err
+    record = AuditRecord.load(folder / "left.json")
+    assert record.verdicts["likelihood"].status != "safe"
+    (folder / "left.json").unlink()
+
+
+def test_sigterm_leaves_what_was_measured(made):
+    """Also where the model swallows the interrupt."""
+    for name in ("slow.txt", "term.json"):
+        (made / name).unlink(missing_ok=True)
+    args = instead("cli_targets:additive", "cli_targets:slow", AUDIT)
+    command = [
+        sys.executable,
+        "-m",
+        "bilip",
+        *args,
+        "--probes",
+        "reconstruction,sampling,log_det",
+        "--out",
+        "term.json",
+    ]
+    process = subprocess.Popen(command, cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (made / "slow.txt").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err == "bilip: stopped\n"
+    record = AuditRecord.load(made / "term.json")
+    assert record.settings["stopped"] is True
+    assert any(m.reason == "the audit was stopped before" for m in record.measurements)
+
+
+def test_time_that_is_over_is_in_the_record_and_closes_the_gate(bilip_, folder):
+    code, _, err = bilip_(*QUICK, "--time", "1e-9", "--out", "time.json", "--require", "likelihood")
+    assert code == 1
+    assert "likelihood is not-measured" in err
+    record = AuditRecord.load(folder / "time.json")
+    assert {m.reason for m in record.measurements} == {"the time of 1e-09 s was over"}
+    assert bilip_(*QUICK, "--time", "1000", "--require", "likelihood")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        instead("x.npy", "nan.npy"),
+        ["report", "cut.json"],
+        ["compare", "good.json", "cut.json"],
+        ["bounds", "cli_targets:affine"],
+        ["demo", "--html", "nowhere/d.html"],
+        ["reproduce", "nothing"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_every_verb_shows_where_an_error_comes_from_if_asked(bilip_, args):
+    code, _, plain = bilip_(*args)
+    assert code == 2
+    assert plain.count("\n") == 1
+    code, _, full = bilip_(*args, "--traceback")
+    assert code == 2
+    assert full.startswith("Traceback (most recent call last)")
+    assert full.endswith(plain)
+    assert "--traceback" in bilip_(args[0], "--help")[1]
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_and_has_a_code_of_its_own(bilip_, monkeypatch):
+    def fault(*args):
+        raise ZeroDivisionError("deep\ninside \x1b[31m")
+
+    monkeypatch.setattr(AuditRecord, "load", fault)
+    code, _, err = bilip_("report", "good.json")
+    assert code == 3
+    assert (
+        err
+        == "bilip: ZeroDivisionError: deep inside [31m. Nobody foresaw this: --traceback shows where it comes from\n"
+    )
+
+
+@pytest.mark.parametrize("missing", ["plotly", "jinja2"])
+@pytest.mark.parametrize("verb", [QUICK, ["demo"], ["report", "good.json"]], ids=lambda args: args[0])
+def test_what_a_page_needs_is_said_before_anything_is_measured(bilip_, folder, monkeypatch, missing, verb):
+    def measured(*args, **options):
+        raise AssertionError("it was measured first")
+
+    monkeypatch.setattr(bilip, "audit", measured)
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, out, err = bilip_(*verb, "--html", "page.html")
+    assert (code, out) == (2, "")
+    assert f"the HTML page needs {missing}: pip install 'bilip[report]'" in err
+    assert not (folder / "page.html").exists()
+
+
+def test_a_checkpoint_without_checksum_is_a_note_of_one_line(bilip_, folder):
+    document = json.loads((folder / "saved" / "config.json").read_text())
+    old = folder / "old"
+    old.mkdir(exist_ok=True)
+    (old / "config.json").write_text(json.dumps({**document, "version": 1}))
+    (old / "model.safetensors").write_bytes((folder / "saved" / "model.safetensors").read_bytes())
+    code, _, err = bilip_("bounds", "old")
+    assert code == 0
+    assert err == "bilip: note: old has no checksums, as in bilip 0.1: damage would go unnoticed. Save it again.\n"
+
+
 def test_contexts_come_with_the_file(bilip_, folder):
     args = instead("x.npy", "pair.npz", instead("cli_targets:additive", "cli_targets:conditional"))
     code, _, err = bilip_(*args, "--require", "likelihood")
@@ -371,6 +549,7 @@ def test_boxes_formulas_and_json(bilip_, folder):
     assert bilip_("bounds", "cli_targets:affine", "--latent", "-1", "1")[0] == 0
 
 
+@pytest.mark.slow
 def test_demo(folder, bilip_, monkeypatch):
     """All of it but the size: the three flows that come with the package, their table and their page."""
     few = functools.partial(bilip.audit, probes=["consistency", "reconstruction", "log_det", "sampling"])
@@ -389,6 +568,7 @@ def test_version(bilip_):
 
 
 @pytest.mark.parametrize("args", [["--help"], ["audit", "--help"], ["report", "good.json", "--html", "r.html"]])
+@pytest.mark.process
 def test_help_and_report_start_without_torch(made, args):
     code = (
         "import sys\n"

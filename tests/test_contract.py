@@ -38,6 +38,7 @@ def test_round_trip_in_single_precision(entry, device, dtype):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), total=st.integers(2, 7), scale=st.sampled_from(["sigmoid", "half_sigmoid", "exp", "tanh_exp"]))
+@pytest.mark.slow
 def test_any_index_partition(data, total, scale):
     order = data.draw(st.permutations(range(total)))
     cut = data.draw(st.integers(1, total - 1))
@@ -92,10 +93,14 @@ class Shifted(Bijection):
         return -0.7 if self.flaw == "inverse bound" else -0.6931471805599452
 
     def interval(self, box, context=None):
-        return Box(2 * box.low, box.high if self.flaw == "interval" else 2 * box.high)
+        return self._scaled(box, 2.0, flawed=self.flaw == "interval")
 
     def interval_inverse(self, box, context=None):
-        return Box(box.low / 2, box.high / (4 if self.flaw == "interval_inverse" else 2))
+        return self._scaled(box, 0.5, flawed=self.flaw == "interval_inverse")
+
+    def _scaled(self, box, factor, *, flawed):
+        width = factor * (box.high - box.low)
+        return Box(factor * box.low, factor * box.low + width / 2 if flawed else factor * box.high)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ NO_EXAMPLE = {
 }
 
 
+@pytest.mark.slow
 def test_readme_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -7,6 +7,8 @@ import bilip
 import stacks
 from bilip.probes import Reconstruction, Subject
 
+pytestmark = pytest.mark.numeric
+
 PROBES = ["consistency", "reconstruction", "log_det", "blame"]
 
 
@@ -65,15 +67,18 @@ def test_zuko_real_nvp_is_safe_on_its_data_and_unsafe_outside(seed):
     assert found["ood-likelihood"] == "unsafe"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples(seed):
+@pytest.mark.slow
+def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples():
     pytest.importorskip("nflows")
-    torch.manual_seed(seed)
-    model, x = stacks.nflows_spline(8).eval(), 100 * torch.randn(10_000, 8)
-    subject = Subject.of(model)
-    z = subject.forward(x).value
-    with torch.no_grad(), pytest.raises(AssertionError):
-        subject.bijection.inverse(z)
+    subject = Subject.of(model := stacks.nflows_spline(8).eval())
+    for _ in range(30):  # some two of ten thousand raise, others on another CPU
+        x = 100 * torch.randn(4_000, 8)
+        z = subject.forward(x).value
+        try:
+            with torch.no_grad():
+                subject.bijection.inverse(z)
+        except AssertionError:
+            break
     outcome = subject.inverse(z)
     assert 0 < int(outcome.failed.sum()) < 20
     assert outcome.exact
@@ -88,6 +93,6 @@ def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples(seed):
             one[k] = z[k]
             with pytest.raises(AssertionError):
                 subject.bijection.inverse(one)
-    m = Reconstruction(batch=10_000, rounds=1).measure(model, x)
-    assert m["share_failed"] * 10_000 == pytest.approx(int(outcome.failed.sum()))
+    m = Reconstruction(batch=len(x), rounds=1).measure(model, x)
+    assert m["share_failed"] * len(x) == pytest.approx(int(outcome.failed.sum()))
     assert {row["sample"] for row in m.rows} >= set(outcome.failed.nonzero().flatten().tolist()[:8])

@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "bilip"
 FLOORS = [
-    ["errors", "_capture"],
+    ["errors", "_capture", "_linalg"],
     ["bounds", "record"],
     ["data"],
     ["nets"],
@@ -89,3 +89,61 @@ def test_light_core():
             for name in names:
                 top = name.split(".")[0]
                 assert top in allowed or top in sys.stdlib_module_names, f"{path.name} imports {name} at the top"
+
+
+LU = {
+    "inv",
+    "inv_ex",
+    "solve",
+    "solve_ex",
+    "lu",
+    "lu_factor",
+    "lu_factor_ex",
+    "slogdet",
+    "det",
+    "tensorinv",
+    "tensorsolve",
+}
+LU_OF_TORCH = {"inverse", "det", "logdet", "slogdet", "lu"}
+
+
+def calls_of_lu(tree: ast.AST):
+    """Lines that factor matrices through torch itself, as `torch.linalg.inv`, `torch.inverse`, `matrix.logdet()` or by import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if (owner in ("torch.linalg", "linalg") and node.attr in LU) or (
+                owner == "torch" and node.attr in LU_OF_TORCH
+            ):
+                yield node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+            own = node.func.attr in LU_OF_TORCH and ast.unparse(node.func.value) != "torch"
+            if own:  # of a tensor: the inverse of a bijection has an argument
+                yield node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.linalg":
+            yield node.lineno
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "torch"
+            and any(a.name in LU_OF_TORCH for a in node.names)
+        ):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SOURCE)) for p in FILES])
+def test_matrices_are_factored_in_one_place(path):
+    """torch's own LU of several matrices is wrong on a CPU after torch.set_num_threads; `_linalg` is not."""
+    found = list(calls_of_lu(ast.parse(path.read_text())))
+    if path.name == "_linalg.py":
+        assert len(found) == 7
+    else:
+        assert not found, f"{path.name}, lines {found}: call bilip._linalg instead"
+
+
+WAYS = ["torch.linalg.inv(a)", "f = torch.linalg.slogdet", "a.logdet()", "a.inverse()", "from torch.linalg import inv"]
+
+
+@pytest.mark.parametrize("line", WAYS)
+def test_other_ways_to_factor_are_seen(line):
+    assert list(calls_of_lu(ast.parse(line))) == [1]
+    assert not list(calls_of_lu(ast.parse("block.inverse(z); torch.linalg.svdvals(a); _linalg.inv(a)")))

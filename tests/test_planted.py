@@ -8,6 +8,8 @@ from torch import nn
 import bilip
 from bilip import Bijection, Chain, blocks, nets
 
+pytestmark = pytest.mark.numeric
+
 GUILTY = 11
 
 

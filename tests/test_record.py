@@ -81,6 +81,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
         AuditRecord(model={"weights": torch.zeros(3)}).to_json()
 
 
+def test_lists_of_a_probe_of_ones_own_come_back():
+    own = Measurement("own", values={"a": [1, [2.0, "x"]], "b": {"c": None}}, rows=({"d": [1]},))
+    assert AuditRecord.from_json(AuditRecord(measurements=(own,)).to_json()).measurements == (own,)
+
+
 GOOD = AuditRecord(
     model={"name": "flow"},
     sources=({"name": "x", "role": "data"},),
@@ -119,6 +124,14 @@ def test_digits_without_end_are_refused():
         AuditRecord.from_json(GOOD.to_json().replace('"a": 1.0', f'"a": {"9" * 5000}'))
 
 
+@pytest.mark.parametrize("depth", [49, 600, 100_000])
+def test_nesting_has_an_end(depth):
+    deep = "[" * depth + "]" * depth
+    with pytest.raises(RecordError, match="nested deeper than 48 levels"):
+        AuditRecord.from_json(GOOD.to_json().replace('"name": "flow"', f'"name": {deep}'))
+    AuditRecord.from_json(GOOD.to_json().replace('"name": "flow"', f'"name": {"[" * 40 + "]" * 40}'))
+
+
 def corrupt(path, value):
     document = json.loads(GOOD.to_json())
     place = document
@@ -144,6 +157,18 @@ def corrupt(path, value):
         (["measurements", 0, "histograms", "h", "counts"], {"a": 1}),
         (["measurements", 0, "histograms", "h", "counts"], {"1": "a"}),
         (["measurements", 0, "histograms", "h", "more"], 1),
+        (["measurements", 0, "histograms", "h", "zeros"], "many"),
+        (["measurements", 0, "histograms", "h", "nans"], -1),
+        (["measurements", 0, "histograms", "h", "infinite"], True),
+        (["measurements", 0, "histograms", "h", "largest"], []),
+        (["measurements", 0, "histograms", "h", "counts"], {"99999": 1}),
+        (["measurements", 0, "histograms", "h"], None),
+        (["measurements", 0, "pictures"], [{"title": "x", "alt": "x", "png": 3}]),
+        (["verdicts", "sampling", "value"], "much"),
+        (["verdicts", "sampling", "limit"], []),
+        (["verdicts", "sampling", "use"], 3),
+        (["verdicts", "sampling", "remedy"], {}),
+        (["verdicts", "sampling", "status"], []),
         (["measurements", 0, "pictures"], [{"title": "x"}]),
         (["measurements", 0, "reason"], None),
         (["verdicts", "sampling", "status"], "perhaps"),
@@ -167,6 +192,7 @@ def test_missing_parts_are_refused(name):
         AuditRecord.from_json(json.dumps(document))
 
 
+@pytest.mark.process
 def test_saved_text_is_utf8_whatever_the_locale(tmp_path):
     code = (
         "import sys; from bilip.record import AuditRecord; "

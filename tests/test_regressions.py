@@ -20,6 +20,8 @@ from bilip.nets import (
     point_image,
 )
 
+pytestmark = pytest.mark.numeric
+
 D = torch.float64
 
 

@@ -7,6 +7,8 @@ from torch import nn
 import bilip
 from bilip.probes import jacobian, singular_values
 
+pytestmark = pytest.mark.numeric
+
 
 def model(forward, inverse):
     class Made(nn.Module):

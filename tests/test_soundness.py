@@ -1,11 +1,18 @@
-"""No measured gain exceeds a proven bound. The long version is `make soak` (benchmarks/tightness.py)."""
+"""No measured gain exceeds a proven bound, and no error of an inverse what is stated.
+
+The long versions are `make soak` (benchmarks/tightness.py) and `make soak-bounds` (benchmarks/soundness.py, benchmarks/error_bound.py).
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import error_bound
+import soundness
 from bilip import Box, Chain, Invert, blocks, models
+from bilip.blocks import additive_coupling, residual
+from bilip.bounds import log_triangular_norm, norms
 from bilip.nets import MLP
 from bilip.testing import search_gains
 from catalogue import CATALOGUE, IDS
@@ -86,3 +93,32 @@ def test_running_ball_beats_box_by_box_enclosure():
         boxes = block.interval(boxes)
     assert chain.enclose(box).magnitude < 8**0.5 * 1.001
     assert boxes.magnitude > 50
+
+
+def test_bounds_hold_at_any_magnitude():
+    """Boxes from 1e-300 to 1e290, weights from 1e-30 to 1e4, all dtypes."""
+    found = soundness.search(100, seed=11)
+    assert found.comparisons >= 100
+    assert not found.findings, found.findings[0]
+
+
+def test_the_search_over_magnitudes_can_refute_a_wrong_bound(monkeypatch):
+    """A bound of additive coupling that is one per cent too small."""
+    monkeypatch.setattr(additive_coupling, "log_triangular_norm", lambda *logs: log_triangular_norm(*logs) - 0.01)
+    monkeypatch.setattr(soundness, "CATALOGUE", CATALOGUE[:1])
+    monkeypatch.setattr(soundness, "FLAT", [entry for entry in CATALOGUE if entry.name == "additive plain net"])
+    assert soundness.search(1, seed=12).findings
+
+
+def test_errors_of_inverses_are_stated_at_any_magnitude():
+    """Every activation with a reference in 60 digits, right-hand sides over the whole range of each dtype."""
+    found = error_bound.search(600, seed=11)
+    assert found.inverses >= 600
+    assert found.finite > 0.95 * found.inverses
+    assert not found.findings, found.findings[0]
+
+
+def test_the_search_among_inverses_can_refute_a_wrong_error(monkeypatch):
+    """A residual that counts a hundredth."""
+    monkeypatch.setattr(residual, "norms", lambda values: 0.01 * norms(values))
+    assert error_bound.search(100, seed=12).findings

@@ -13,6 +13,8 @@ from bilip.errors import NoGlobalBound
 from bilip.nets import MLP, matrix_norm
 from bilip.testing import search_gains
 
+pytestmark = pytest.mark.numeric
+
 
 def pair(seed, scale):
     """An additive and an affine block with the same t."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from time import monotonic
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from bilip._budget import BUDGETS, Budget, budget_named
 from bilip._verdicts import Thresholds, judge
 from bilip.data import Source, as_source, noise
 from bilip.data.noise import NOISE_NAMES
-from bilip.errors import InputError
+from bilip.errors import InputError, NotMeasured
 from bilip.probes.blame import kind_of
+from bilip.probes.probe import ENDED
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -32,6 +35,7 @@ def audit(
     *,
     ood: Sequence[str] = (),
     budget: str | Budget = "standard",
+    time: float | None = None,
     probes: Sequence[str | p.Probe] | None = None,
     thresholds: Thresholds | None = None,
     bits: int | None = None,
@@ -53,6 +57,8 @@ def audit(
         ood: Sources to be treated as out of distribution, by name; or noise made from the first data source, as in `"uniform"`,
             `"gaussian"`, `"rademacher"`, `"scaled:10"`.
         budget: `"quick"`, `"standard"`, `"thorough"`, or a `Budget`.
+        time: Seconds that the audit may take; a probe that is running then ends with its current batch. What was not measured by then is
+            recorded as not measured, with the reason. `None` for as long as it takes.
         probes: Names of probes, or probes of your own; by default all that make sense for the model.
         thresholds: What counts as safe.
         bits: Bit depth of the data, for attacks inside the dequantization cell.
@@ -69,19 +75,24 @@ def audit(
         >>> record.verdicts["likelihood"].status.value, record.verdicts["sampling"].status.value
         ('safe', 'safe')
     """
-    started = time.monotonic()
+    started = monotonic()
     spent = budget if isinstance(budget, Budget) else budget_named(budget)
     for label, value, least, most in (("seed", seed, 0, 2**63 - 1), ("bits", bits, 1, 32)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise InputError(f"audit({label}={value!r}): expected a whole number, {least} to {most}.")
+    clock = _Clock(started, time)
     thresholds = thresholds or Thresholds()
     probes = None if probes is None else _listed([probes] if isinstance(probes, p.Probe) else probes)
-    subject = p.Subject.of(model, name)
+    with _unended():
+        subject = p.Subject.of(model, name)
+    _require_numbers(subject)
     streams = _sources(sources, ood, spent, seed)
     for stream in streams:
         stream.check(spent.samples)
     show, measurements, stopped = progress or _Line(), [], False
-    with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
+    with subject.evaluating(), torch.random.fork_rng(devices=subject.devices), warnings.catch_warnings():
+        # what a library says to its own developers is not for the user of a model
+        warnings.filterwarnings("ignore", message=".*deprecated")
         torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
@@ -89,13 +100,22 @@ def audit(
         plan = list(_plan(subject, streams, spent, probes, bits, seed))
         for k, (probe, stream) in enumerate(plan):
             text = f"{probe.name} on {stream.name}"
-            probe.progress = lambda share, k=k, text=text: show(text, (k + share) / len(plan))
-            if stopped:
-                measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped before"))
+            if stopped or clock.over:
+                reason = "the audit was stopped before" if stopped else clock.reason
+                measurements.append(Measurement(probe.name, stream.name, reason=reason))
                 continue
+
+            def moved(share: float, k: int = k, text: str = text) -> None:
+                clock.check()
+                show(text, (k + share) / len(plan))
+
             try:
                 show(text, k / len(plan))
-                measurements.append(probe.measure(subject, stream))
+                with subject.watched(clock.check), _told(probe, moved):
+                    found = probe.measure(subject, stream)
+                if clock.rang:  # a part of what it measures may be missing
+                    found = Measurement(probe.name, stream.name, reason=clock.reason)
+                measurements.append(found)
             except KeyboardInterrupt:
                 if not keep_interrupted:
                     raise
@@ -116,13 +136,74 @@ def audit(
             "thresholds": {**asdict(thresholds), "relative": thresholds.limit(subject.eps)},
             "bits": bits,
             "command": command,
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(monotonic() - started, 3),
             "tf32": False,
             "stopped": stopped,
+            "time": time,
+            "ended": next((m.reason for m in measurements if m.reason.startswith(ENDED)), ""),
+            "out_of_time": time is not None and any(m.reason == clock.reason for m in measurements),
         },
         environment=environment() | _device(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+class _Clock:
+    """How long an audit may take; `check` raises when that is over."""
+
+    def __init__(self, started: float, seconds: float | None) -> None:
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+        ):
+            raise InputError(f"audit(time={seconds!r}): expected a positive number of seconds, or None.")
+        self.end = math.inf if seconds is None else started + seconds
+        self.reason = "" if seconds is None else f"the time of {seconds:g} s was over"
+        self.rang = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left."""
+        return monotonic() >= self.end
+
+    def check(self) -> None:
+        """Raise `NotMeasured` if there is no time left."""
+        if self.over:
+            self.rang = True
+            raise NotMeasured(self.reason)
+
+
+@contextlib.contextmanager
+def _told(probe: p.Probe, progress: Callable[[float], None]) -> Iterator[None]:
+    """Inside, a probe tells of its progress; afterwards it is as it was."""
+    before = vars(probe).get("progress")
+    probe.progress = progress
+    try:
+        yield
+    finally:
+        if before is None:
+            del probe.progress
+        else:
+            probe.progress = before
+
+
+@contextlib.contextmanager
+def _unended() -> Iterator[None]:
+    """Inside, a model that ends the program is an error like any other."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{ENDED} ({type(error).__name__}: {error}).") from error
+
+
+def _require_numbers(subject: p.Subject) -> None:
+    empty = [name for name, value in subject.bijection.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty:
+        raise InputError(
+            f"the model is on the device meta, where tensors have no numbers ({empty[0]}). Load its weights first, as in "
+            "model.to_empty(device='cpu') and model.load_state_dict(...)."
+        )
 
 
 def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
@@ -260,11 +341,11 @@ class _Line:
     """One line on the terminal that appears after two seconds and goes away at the end."""
 
     def __init__(self) -> None:
-        self.started, self.shown = time.monotonic(), False
+        self.started, self.shown = monotonic(), False
         self.live = sys.stderr.isatty()
 
     def __call__(self, text: str, share: float) -> None:
-        if not self.live or time.monotonic() - self.started < 2:
+        if not self.live or monotonic() - self.started < 2:
             return
         if share >= 1:
             sys.stderr.write("\r\033[K" if self.shown else "")

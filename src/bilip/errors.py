@@ -18,6 +18,7 @@ __all__ = [
     "PartitionError",
     "RecordError",
     "SolverFailed",
+    "Stopped",
     "TrainingDiverged",
     "UnknownLipschitz",
 ]
@@ -53,6 +54,10 @@ class NotConverged(BilipError, RuntimeError):
 
 class SolverFailed(BilipError, RuntimeError):
     """An ODE solver that gave up or returned numbers that are not finite."""
+
+
+class Stopped(BilipError):
+    """Work that was asked to end, by the clock or by the system, and has saved what it had: the same call goes on with it."""
 
 
 class NoGlobalBound(BilipError, ValueError):

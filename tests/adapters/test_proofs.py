@@ -243,11 +243,98 @@ def test_a_clamp_that_is_not_positive(clamp):
         as_bijection(freia("GLOWCouplingBlock", clamp=clamp)).bounds(Box(-1, 1, shape=(5,)))
 
 
-def test_hooks_are_not_trusted():
-    coupling = nflows_coupling("AdditiveCouplingTransform")
-    coupling.register_forward_hook(lambda module, inputs, out: (3 * out[0], out[1]))
-    with pytest.raises(UnknownLipschitz, match="hooks"):
-        as_bijection(coupling).bounds()
+def foreign_object(block):
+    """What the library made."""
+    return block.module.object() if hasattr(block.module, "object") else block.module
+
+
+def hook(target):
+    if not isinstance(target, nn.Module):
+        pytest.skip("no module, so it has no hooks")
+    target.register_forward_hook(lambda module, given, out: None)
+
+
+def hook_inside(target):
+    inner = [part for part in target.modules() if part is not target] if isinstance(target, nn.Module) else []
+    if not inner:
+        pytest.skip("nothing inside")
+    inner[-1].register_forward_pre_hook(lambda module, given: None)
+
+
+def patch(target):
+    name = "forward" if isinstance(target, nn.Module) and "forward" in dir(type(target)) else "_call"
+    target.__dict__[name] = lambda *given, **options: 100 * given[0]
+
+
+def patch_inverse(target):
+    name = next(name for name in ("inverse", "_inverse", "_call_impl") if hasattr(type(target), name))
+    target.__dict__[name] = lambda *given, **options: 100 * given[0]
+
+
+def override(target):
+    kind = type(target)
+    target.__class__ = type(kind.__name__, (kind,), {"forward": lambda self, *given: given[0], "__module__": "mine"})
+
+
+@pytest.mark.parametrize("change", [hook, hook_inside, patch, patch_inverse, override])
+def test_a_changed_block_is_not_trusted(block, change):
+    box = Box(-1, 1, shape=shape_of(block))
+    assert block.bounds(box).log_forward < math.inf
+    change(foreign_object(block))
+    for ask in (lambda: block.bounds(box), lambda: block.bounds(latent=box), lambda: block.bounds()):
+        with pytest.raises(UnknownLipschitz):
+            ask()
+
+
+def test_a_class_of_a_library_patched_by_somebody_is_not_trusted(monkeypatch):
+    """Also without a box, where the block and its twin cannot be compared on points."""
+    transforms = pytest.importorskip("nflows.transforms")
+    block = as_bijection(nflows_coupling("AdditiveCouplingTransform"))
+    assert block.bounds().forward < 10
+    kind = transforms.AffineCouplingTransform  # of which the additive one is a subclass
+    monkeypatch.setattr(kind, "_coupling_transform_forward", lambda self, x, p: (100 * x, x[:, 0]))
+    with pytest.raises(UnknownLipschitz, match="method _coupling_transform_forward of its class AffineCoupling"):
+        block.bounds()
+
+
+def test_the_nets_inside_are_read_like_any_other():
+    """In place behind an identity, patched, or of another class: a bound of the twin would be about something else."""
+    pytest.importorskip("FrEIA")
+    nets = []
+
+    def net(inputs, outputs):
+        nets.append(nn.Sequential(nn.Identity(), nn.ReLU(), nn.Linear(inputs, outputs)))
+        return nets[-1]
+
+    modules = pytest.importorskip("FrEIA.modules")
+    block = as_bijection(modules.NICECouplingBlock([(4,)], subnet_constructor=net))
+    assert block.bounds().forward < 100
+    nets[0][1].inplace = True
+    with pytest.raises(UnknownLipschitz, match="in place"):
+        block.bounds()
+    nets[0][1].inplace = False
+    nets[1][1].forward = lambda x: 100 * x
+    with pytest.raises(UnknownLipschitz, match="method forward replaced"):
+        block.bounds()
+
+
+def test_a_container_that_does_more_is_not_taken_apart():
+    framework, modules = pytest.importorskip("FrEIA.framework"), pytest.importorskip("FrEIA.modules")
+
+    class Scaled(framework.SequenceINN):
+        def forward(self, x_or_z, c=None, rev=False, jac=True):
+            given = tuple(part / 100 for part in x_or_z) if rev else x_or_z
+            out, log_det = super().forward(given, c=c, rev=rev, jac=jac)
+            return (out if rev else 100 * out), log_det
+
+    model = Scaled(4)
+    model.append(modules.NICECouplingBlock, subnet_constructor=zoo.net)
+    block = as_bijection(model)
+    x = torch.randn(3, 4)
+    assert torch.equal(block(x), model((x,))[0])
+    assert torch.allclose(block.inverse(block(x)), x, atol=1e-5)
+    with pytest.raises(UnknownLipschitz):
+        block.bounds()
 
 
 def test_a_library_that_changed_its_formula_is_noticed():
@@ -258,7 +345,8 @@ def test_a_library_that_changed_its_formula_is_noticed():
     assert math.isfinite(block.bounds(Box(-1, 1, shape=(5,))).forward)
     kind = type("AffineCouplingTransform", (transforms.AffineCouplingTransform,), {})
     kind.__module__ = "nflows.transforms.coupling"
-    kind._scale_and_shift = lambda self, p: (torch.exp(p[:, 2:]), p[:, :2])
+    there = {"__name__": kind.__module__, "torch": torch}  # written in the library itself
+    kind._scale_and_shift = eval("lambda self, p: (torch.exp(p[:, 2:]), p[:, :2])", there)
     coupling.__class__ = kind
     with pytest.raises(UnknownLipschitz, match="installed version"):
         block.bounds(Box(-1, 1, shape=(5,)))

@@ -375,6 +375,7 @@ def test_missing_conditions_are_asked_for():
         as_bijection(zoo.pyro_conditional())(torch.randn(2, 4))
 
 
+@pytest.mark.process
 def test_no_foreign_library_is_imported():
     import subprocess
 

@@ -8,6 +8,8 @@ import torch
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.errors import InputError
 
+pytestmark = pytest.mark.numeric
+
 D = torch.float64
 
 

@@ -1,11 +1,15 @@
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 
+from bilip import blocks
 from bilip.blocks import ActNorm, Chain, DiagonalScaling, InvertibleConv1x1, Permutation
 from bilip.errors import InputError, NoGlobalBound, NonFiniteParameters, NotInitialized, PartitionError
+
+pytestmark = pytest.mark.numeric
 
 
 def test_actnorm_starts_from_the_first_training_batch():
@@ -151,3 +155,72 @@ def test_inverse_by_products_minds_neither_autocast_nor_tf32(dtype, monkeypatch)
     monkeypatch.setattr(torch, "baddbmm", lambda x, *args, **options: seen.append(x.dtype) or torch.sub(x, 0))
     conv1x1._newton(weight)
     assert set(seen) == {torch.float64}
+
+
+def test_actnorm_follows_the_state_that_is_lent_to_it():
+    block, x = blocks.ActNorm(2).train(), torch.randn(8, 2) * 100
+    lent = {name: value.clone() for name, value in blocks.ActNorm(2, start="identity").state_dict().items()}
+    assert torch.equal(torch.func.functional_call(block, lent, (x,)), x)
+    assert not lent["bias"].any()  # not started anew
+    assert not block.initialized
+    z = block(x)  # its own start is still to come
+    assert torch.allclose(z.mean(0), torch.zeros(2), atol=1e-5)
+    fresh = {name: value.clone() for name, value in blocks.ActNorm(2).state_dict().items()}
+    with pytest.raises(NotInitialized):
+        torch.func.functional_call(block.eval(), fresh, (x,))
+
+
+def test_actnorm_is_ready_in_an_averaged_copy():
+    model = torch.nn.Sequential(blocks.ActNorm(2)).train()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    z = model(torch.randn(9, 2) * 4)
+    average.update_parameters(model)
+    assert torch.equal(average.eval()(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert z.shape == (9, 2)
+
+
+@pytest.mark.parametrize("write", [lambda flag: flag.fill_(True), lambda flag: flag.data.fill_(True)])
+def test_actnorm_believes_its_buffer(write):
+    block, x = blocks.ActNorm(2).train(), torch.randn(8, 2) * 100
+    write(block.initialized)
+    assert torch.equal(block(x), x)
+    block.initialized.fill_(False)
+    assert not torch.equal(block(x), x)
+
+
+def test_actnorms_of_an_ensemble():
+    models = [blocks.ActNorm(2, start="identity") for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    base = copy.deepcopy(models[0]).to("meta")
+    x = torch.randn(4, 2)
+    z = torch.func.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (x,)))(parameters, buffers)
+    assert torch.equal(z, x.expand(3, 4, 2))
+
+
+def test_an_orthogonal_block_can_be_pickled_and_loads_states_of_torchs_parametrization():
+    block = blocks.InvertibleConv1x1(4, kind="orthogonal")
+    again = pickle.loads(pickle.dumps(block))
+    assert torch.equal(again.weight, block.weight)
+    linear = torch.nn.utils.parametrizations.orthogonal(
+        torch.nn.Linear(4, 4, bias=False), "weight", "matrix_exp", use_trivialization=False
+    )
+    again.load_state_dict(linear.state_dict())
+    assert torch.allclose(again.weight, linear.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_orthogonal_block_in_half_precision(dtype):
+    block, x = blocks.InvertibleConv1x1(4, kind="orthogonal").to(dtype).eval(), torch.randn(3, 4).to(dtype)
+    assert torch.allclose(block.inverse(block(x)), x, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_a_permutation_of_many_channels_is_told_apart_in_bfloat16():
+    """Among 16-bit numbers 256 and 257 are one: an inverse kept for one order would serve the other."""
+    block = InvertibleConv1x1(260, kind="plu").bfloat16().eval()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.zero_()
+        block.permutation.copy_(torch.arange(260))
+        before = block.inverse_matrix()
+        block.permutation[256:258] = torch.tensor([257, 256])
+        assert not torch.equal(block.inverse_matrix(), before)

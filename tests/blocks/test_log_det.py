@@ -10,6 +10,8 @@ from bilip.blocks.log_det import probes, series_error
 from bilip.errors import InputError
 from bilip.nets import MLP
 
+pytestmark = pytest.mark.numeric
+
 
 def block(seed=0, size=3, c=0.6):
     torch.manual_seed(seed)

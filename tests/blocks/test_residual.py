@@ -311,3 +311,25 @@ def test_each_block_has_a_graph_of_its_own():
     chain[0].register_forward_hook(lambda module, given, output: outputs.append(output))
     chain(x)
     assert not outputs[0].requires_grad  # a frozen block stays out of the graph
+
+
+class InFloat32(nn.Module):
+    """0.5 sin(3.1 x) / 3.1, in float32 whatever it is given."""
+
+    def forward(self, x):
+        return (0.5 * torch.sin(x.float() * 3.1) / 3.1).to(x.dtype)
+
+
+def true_error(solution, z):
+    x = solution.x.double()
+    for _ in range(100):
+        x = z.double() - 0.5 * torch.sin(x * 3.1) / 3.1
+    return (solution.x.double() - x).norm(dim=1)
+
+
+def test_a_declared_net_is_charged_for_the_dtype_of_its_block():
+    """It may compute in that dtype inside, whatever it is given: the float64 evaluation proves nothing then."""
+    z = torch.linspace(-50, 50, 2001)[:, None]
+    solution = Residual(Declared(InFloat32(), lipschitz=0.5)).solve(z)
+    assert bool((true_error(solution, z) <= solution.error_bound).all())
+    assert bool(solution.converged.all())

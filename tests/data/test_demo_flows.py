@@ -10,6 +10,8 @@ from bilip.data import checkerboard
 from bilip.demo_flows import NAMES, how_trained, load_demo_flow
 from bilip.errors import InputError
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flows_load_and_are_as_recorded(name):

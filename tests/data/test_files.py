@@ -104,6 +104,8 @@ def test_missing_and_unknown_files(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"")
     one_line(tmp_path / "x.pt", "not of a kind that is read here: expected .npy")
     one_line("uniform:4", "is a kind of noise, not a file")
+    one_line("x" * 5000 + ".npy", "cannot be read: .*too long|does not exist")
+    one_line("a\0b.npy", "does not exist|cannot be read")
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
@@ -150,6 +152,91 @@ def test_pickled_arrays_are_refused(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.array([[None]]))
     for name in ("x.npy", "x.npz"):
         one_line(tmp_path / name, "Python objects, which could run code")
+
+
+def with_header(raw, old, new):
+    """An .npy file whose header says something else about the same bytes."""
+    length = int.from_bytes(raw[8:10], "little")
+    text = raw[10 : 10 + length].decode("latin1").rstrip().replace(old, new) + "\n"
+    return raw[:8] + len(text).to_bytes(2, "little") + text.encode("latin1") + raw[10 + length :]
+
+
+LIES = [
+    ("(50, 3)", "(True, 2)", "the shape is"),
+    ("(50, 3)", "(50, 3, 10000000000)", "at most 1,073,741,824 bytes"),
+    ("(50, 3)", "(51, 3)", "has 612 bytes, the file has 600"),
+    ("(50, 3)", "(-50, -3)", "the shape is"),
+    ("(50, 3)", f"({2**70}, 3)", "the shape is"),
+    ("(50, 3)", "[50, 3]", "cannot be read"),
+    ("(50, 3)", "(50, 3.0)", "cannot be read"),
+    ("(50, 3)", "(" * 3000, "cannot be read"),
+    ("False", "1", "cannot be read"),
+    ("<f4", "<f16", "cannot become a tensor"),
+    ("<f4", "<M8[s]", "cannot become a tensor"),
+    ("<f4", "|V4", "cannot become a tensor"),
+    ("<f4", "(3,)<f4", "cannot"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), LIES, ids=[f"{old} as {new}"[:30] for old, new, _ in LIES])
+@pytest.mark.parametrize("form", ["npy", "fortran", "npz", "npz fortran"])
+def test_headers_that_lie(tmp_path, form, old, new, says):
+    path = write(tmp_path, form)
+    new = {"True": "0"}.get(new, new) if "fortran" not in form or old != "False" else "2"
+    old = "True" if "fortran" in form and old == "False" else old
+    if path.suffix == ".npy":
+        path.write_bytes(with_header(path.read_bytes(), old, new))
+    else:
+        with zipfile.ZipFile(path) as archive:
+            raw = with_header(archive.read("x.npy"), old, new)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", raw)
+    one_line(path, says)
+
+
+def test_a_shape_by_columns_that_is_longer_than_the_file(tmp_path):
+    path = write(tmp_path, "fortran")
+    path.write_bytes(with_header(path.read_bytes(), "(50, 3)", "(7, 3000)"))
+    one_line(path, "has 84,000 bytes, the file has 600 for it")
+
+
+def test_an_encrypted_archive(tmp_path):
+    path = write(tmp_path, "npz")
+    raw = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.find(mark) + place] |= 1
+    path.write_bytes(raw)
+    one_line(path, "encrypted, password required.*Save it again with numpy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64], ids=str)
+def test_dtypes_that_no_model_takes(tmp_path, dtype):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.from_numpy(X).to(dtype)}, path)
+    one_line(path, "tensor 'x', holds .*: expected BF16, BOOL, F16, F32, F64|the data are")
+    with pytest.raises(InputError, match="expected floats"):
+        as_source("test", torch.from_numpy(X).to(dtype))
+
+
+def test_four_bits_a_number(tmp_path):
+    text = b'{"x":{"dtype":"F4","shape":[4,4],"data_offsets":[0,8]}}'
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    one_line(tmp_path / "x.safetensors", "tensor 'x', holds F4: expected")
+
+
+def test_a_picture_that_is_a_program(tmp_path):
+    """Pillow would hand PostScript to an interpreter, whatever the file is called."""
+    (tmp_path / "a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\n%%EOF\n"
+    )
+    one_line(tmp_path, "a.png is not a readable image")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png", "BMP")
+    one_line(tmp_path, "a.png is not a readable image")
+
+
+def test_a_picture_that_would_fill_the_memory(tmp_path):
+    Image.new("1", (12_000, 12_000)).save(tmp_path / "a.png")
+    one_line(tmp_path, "a.png is not a readable image .*exceeds limit")
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
@@ -213,6 +300,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch, module, extra):
         as_source("test", path)
 
 
+@pytest.mark.process
 def test_import_needs_torch_and_numpy_only():
     code = "import sys, bilip.data; assert not {'PIL', 'safetensors', 'bilip.nets', 'bilip.blocks'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

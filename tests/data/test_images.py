@@ -181,3 +181,27 @@ def test_image_folders(tmp_path):
     assert load_images(tmp_path / "train" / "cat").y is None
     with pytest.raises(InputError, match="neither a folder nor an .npz"):
         load_images(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r\xff\xff\xff\x7f.",  # remembers one thing as number 2^31 - 1: gigabytes of empty places
+        b"\x80\x02}r\xff\xff\xff\xff.",
+        b"(dp2147483647\n.",
+    ],
+)
+def test_a_pickle_that_would_fill_the_memory(tmp_path, content):
+    (tmp_path / "batch").write_bytes(content)
+    with pytest.raises(InputError, match="it remembers something as number"):
+        load_plain(tmp_path / "batch")
+
+
+def test_a_pickle_cannot_change_the_functions_that_read_the_next_one(tmp_path):
+    before = pickle.dumps({b"data": b"abc"}, protocol=0)
+    change = b"c_codecs\nencode\n(N}U\x0c__defaults__(U\x05utf-8tstb."
+    (tmp_path / "first").write_bytes(change)
+    with pytest.raises(InputError, match="it changes a function"):
+        load_plain(tmp_path / "first")
+    (tmp_path / "second").write_bytes(before)
+    assert load_plain(tmp_path / "second") == {b"data": b"abc"}

@@ -512,6 +512,7 @@ def test_text_is_legible_in_print():
     assert figure.get_figwidth() == style.SINGLE
 
 
+@pytest.mark.process
 def test_neither_torch_nor_pyplot_is_imported(tmp_path):
     program = """
 import sys
@@ -521,5 +522,5 @@ figures.save(figures.curves({"y": {"a": ([0], [1])}}), sys.argv[1])
 print(sorted({"torch", "matplotlib.pyplot", "tkinter"} & set(sys.modules)))
 """
     arguments = [sys.executable, "-c", program, str(tmp_path / "a.png")]
-    run = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    run = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=900)
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr

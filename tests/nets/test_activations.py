@@ -18,6 +18,18 @@ MODULES = {
     "sharp softplus": lambda: nn.Softplus(beta=4.0),
     "large beta": lambda: activations.ScaledSwish(5.0),
     "sigmoid": nn.Sigmoid,
+    "relu6": nn.ReLU6,
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 2.0),
+    "hardswish": nn.Hardswish,
+    "selu": nn.SELU,
+    "celu": lambda: nn.CELU(0.4),
+    "mish": nn.Mish,
+    "softsign": nn.Softsign,
+    "log sigmoid": nn.LogSigmoid,
+    "gelu tanh": lambda: nn.GELU(approximate="tanh"),
+    "prelu": nn.PReLU,
+    "steep prelu": lambda: nn.PReLU(1, 2.5),
+    "dropout": lambda: nn.Dropout().eval(),
 }
 
 
@@ -59,4 +71,4 @@ def test_unknown_names_and_modules():
         activations.make("cube")
     assert activations.facts(nn.Softmax()) is None
     assert activations.facts(nn.LeakyReLU(-1.0)) is None
-    assert activations.facts(nn.GELU(approximate="tanh")) is None
+    assert activations.facts(nn.CELU(-1.0)) is None

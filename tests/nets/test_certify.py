@@ -110,7 +110,7 @@ def hooked(layer):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LocalResponseNorm(2)),
         lambda: Doubled(2, 2),
         lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
         lambda: nn.GRUCell(2, 2),
@@ -123,7 +123,7 @@ def hooked(layer):
         lambda: nn.Sequential(Sliced(), nn.Linear(2, 2)),
         lambda: nn.Sequential(nn.Flatten(2), nn.Linear(2, 2)),
         lambda: nn.Softplus(threshold=0.1),
-        lambda: nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
+        lambda: nn.Upsample(scale_factor=2),
     ],
 )
 def test_what_cannot_be_read_is_refused(make):

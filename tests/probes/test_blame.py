@@ -8,6 +8,8 @@ import torch
 from bilip import Bijection, Chain, blocks
 from bilip.probes import Blame
 
+pytestmark = pytest.mark.numeric
+
 
 class Shift(Bijection):
     def forward(self, x, context=None):

@@ -7,6 +7,8 @@ from torch import nn
 from bilip import Bijection, Chain, blocks, models
 from bilip.probes import Consistency
 
+pytestmark = pytest.mark.numeric
+
 
 class Scaled(Bijection):
     def forward(self, x, context=None):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from bilip.errors import InputError, NotConverged
 from bilip.probes.guarded import run_guarded
 
+pytestmark = pytest.mark.numeric
+
 
 class Picky:
     """Doubles its input, and raises when any sample has a marked first entry."""

@@ -9,6 +9,8 @@ from bilip import Bijection
 from bilip.probes import LogDet
 from catalogue import CATALOGUE
 
+pytestmark = pytest.mark.numeric
+
 CHOSEN = [e for e in CATALOGUE if e.shape and math.prod(e.shape) <= 16 and "ode" not in e.name]
 
 

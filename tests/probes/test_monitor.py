@@ -13,6 +13,8 @@ from bilip.probes import Spectrum
 from bilip.probes.monitor import StabilityMonitor, StabilityRow
 from bilip.reversible import Reversible
 
+pytestmark = pytest.mark.numeric
+
 
 def test_rows_follow_the_model_as_it_changes():
     block = blocks.DiagonalScaling(torch.tensor([2.0, 0.5]))

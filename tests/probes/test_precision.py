@@ -10,6 +10,8 @@ from bilip.probes.precision import Precision, condition_numbers
 from bilip.probes.rungs import LADDER, RungModel
 from bilip.probes.subject import Subject
 
+pytestmark = pytest.mark.numeric
+
 EPS = {rung.name: rung.eps for rung in LADDER}
 CPU_RUNGS = ["float64", "float32", "bfloat16", "float16"]
 

@@ -8,6 +8,8 @@ import torch
 from bilip import Bijection
 from bilip.probes import Reconstruction
 
+pytestmark = pytest.mark.numeric
+
 
 class Spoilt(Bijection):
     """The identity, with an inverse that goes wrong where the first entry says so."""

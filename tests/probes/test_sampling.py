@@ -9,6 +9,8 @@ import bilip
 from bilip import Bijection, Chain, Flow, blocks, models
 from bilip.probes import Sampling
 
+pytestmark = pytest.mark.numeric
+
 
 class Breaks(Bijection):
     """The identity, whose inverse is not finite, or raises, for latents in a half space."""

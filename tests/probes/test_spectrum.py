@@ -13,6 +13,8 @@ from bilip.probes import Spectrum, Subject, extremes, jacobian, singular_values
 from bilip.probes.lanczos import largest_singular_value
 from bilip.probes.linear import Linearized
 
+pytestmark = pytest.mark.numeric
+
 
 def woken(model, scale=0.2):
     with torch.no_grad():
@@ -197,3 +199,50 @@ def test_context_is_used():
     for k in range(2):
         one = singular_values(model, x[k : k + 1], context[k : k + 1]).values
         assert float(both.sigma_max[k]) == pytest.approx(float(one[0]), rel=1e-6)
+
+
+def conv(weight):
+    block = blocks.InvertibleConv1x1(len(weight)).double().eval()
+    block.weight.data = weight.clone()
+    return block
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e8, 1e12, 1e15])
+@pytest.mark.parametrize("order", ["there and back", "back and there", "and on"])
+def test_errors_of_linear_chains_that_cancel_are_true(condition, order):
+    """W and its inverse: each block is exact, their product is not. Against 60 digits."""
+    mpmath = pytest.importorskip("mpmath")
+    size = 5
+    turns = [torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0] for _ in range(2)]
+    first = turns[0] @ torch.diag(torch.logspace(0, -math.log10(condition), size, dtype=torch.float64)) @ turns[1]
+    weights = [first, torch.linalg.inv(first)]
+    if order == "back and there":
+        weights.reverse()
+    if order == "and on":
+        weights.append(100 * torch.randn(size, size, dtype=torch.float64))
+    with mpmath.workdps(60):
+        product = mpmath.eye(size)
+        for weight in weights:
+            product = mpmath.matrix(weight.tolist()) * product
+        true = sorted(mpmath.svd_r(product, compute_uv=False), reverse=True)
+    model, x = Chain(*map(conv, weights), shape=(size,)).eval(), torch.randn(1, size, dtype=torch.float64)
+    found = singular_values(model, x)
+    for value, error, exact in zip(found.values.tolist(), found.errors.tolist(), true, strict=True):
+        assert abs(value - exact) <= error * value
+    if condition < 1e9:
+        assert bool(found.resolved.all())
+    values = Spectrum(samples=1).measure(model, x).values
+    if values.get("sigma_max_status") == "one-sided":
+        assert values["sigma_max"] <= true[0] * (1 + 1e-12)
+    if values.get("sigma_min_status") == "one-sided":
+        assert values["sigma_min"] >= true[-1] * (1 - 1e-12)
+
+
+def test_lanczos_sees_what_a_chain_that_cancels_loses():
+    """Beyond the exact mode too: at condition 1e14 the largest singular value of W^-1 W is off by more than its residual."""
+    size = 300
+    turns = [torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0] for _ in range(2)]
+    first = turns[0] @ torch.diag(torch.logspace(0, -14, size, dtype=torch.float64)) @ turns[1]
+    model = Chain(conv(first), conv(torch.linalg.inv(first)), shape=(size,)).eval()
+    values = Spectrum(samples=1, steps=20).measure(model, torch.randn(1, size, dtype=torch.float64)).values
+    assert values["sigma_max_status"] != "measured"

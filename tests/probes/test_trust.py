@@ -10,6 +10,8 @@ from bilip.errors import InputError, NotMeasured
 from bilip.models import real_nvp, residual_flow
 from bilip.probes.trust import Trust, trust_flags
 
+pytestmark = pytest.mark.numeric
+
 
 class Planted(Bijection):
     """The identity, but for what is planted in it where the first entry is positive."""

@@ -10,7 +10,11 @@ import records
 from bilip.record import AuditRecord
 from bilip.report import write_html
 
-pytestmark = pytest.mark.skipif(chromium.find() is None, reason=f"none of {', '.join(chromium.NAMES)} is installed")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.process,
+    pytest.mark.skipif(chromium.find() is None, reason=f"none of {', '.join(chromium.NAMES)} is installed"),
+]
 
 WORDS = {"safe": "Safe", "unsafe": "Unsafe", "not-measured": "Not measured"}
 UNFOLD = """(async () => {

@@ -130,6 +130,16 @@ def test_pages_of_odd_records(one, two):
     assert text.count("</script>") == 5
 
 
+def test_a_page_of_the_largest_and_the_smallest_float():
+    for values in ([1.79e308], [5e-324], [5e-324, 1.0, 1.79e308, math.inf]):
+        measured = Measurement(
+            "reconstruction", "x", values={"count": 1}, histograms={"relative": Histogram.of(values)}
+        )
+        record = AuditRecord(measurements=(measured,))
+        assert AuditRecord.from_json(record.to_json()) == record
+        assert to_html(record)
+
+
 @PATIENT
 @given(RECORDS)
 def test_texts_of_odd_records(record):

@@ -159,6 +159,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         to_html(AuditRecord())
 
 
+@pytest.mark.process
 def test_needs_no_torch():
     import subprocess
 

@@ -42,6 +42,8 @@ def half(rank, folder):
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
+@pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_have_the_gradient_of_one(tmp_path):
     model, x = make()
     Loss(model)(x).backward()

@@ -18,6 +18,8 @@ from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import REST
 from squashed import squash
 
+pytestmark = pytest.mark.numeric
+
 TOLERANCE = Guard().limit(torch.float32)
 
 

@@ -10,6 +10,8 @@ from bilip.errors import DriftError
 from bilip.regularizers import FlowLikelihood
 from bilip.reversible import Guard, Reversible, angle
 
+pytestmark = pytest.mark.numeric
+
 
 def grads(model, wrapped, x, *, seed=7, between=lambda: None, log_det=False):
     model.zero_grad()

@@ -10,6 +10,8 @@ from bilip.reversible import Reversible, angle
 from recorded import play_graphs_on_the_cpu
 from squashed import squash
 
+pytestmark = pytest.mark.numeric
+
 MODELS = {
     "vectors": ((4,), lambda: models.real_nvp(4, blocks=6)),
     "images": ((2, 4, 4), lambda: models.glow((2, 4, 4), levels=1, blocks=3, hidden=8)),

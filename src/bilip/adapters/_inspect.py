@@ -5,14 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilip.errors import InputError
+from bilip.nets.readable import changed, tampered
 
-__all__ = ["CONTEXT_NAMES", "call", "comes_from", "context_name", "is_a", "no_inverse", "split_parts", "join_parts"]
+__all__ = [
+    "CONTEXT_NAMES",
+    "call",
+    "comes_from",
+    "context_name",
+    "is_a",
+    "is_unchanged",
+    "join_parts",
+    "no_inverse",
+    "patched_class",
+    "split_parts",
+]
 
 CONTEXT_NAMES = ("context", "conditional", "conditions", "condition", "cond", "c", "ctx", "y", "label", "labels")
 
@@ -25,6 +38,31 @@ def comes_from(model: object, *roots: str) -> bool:
 def is_a(model: object, name: str, *roots: str) -> bool:
     """Whether `model` is an instance of a class of this name from one of these packages."""
     return any(kind.__name__ == name and kind.__module__.split(".")[0] in roots for kind in type(model).__mro__)
+
+
+def is_unchanged(model: object, *roots: str) -> bool:
+    """Whether `model` computes what its class from one of these packages does, so that it may be taken apart."""
+    order = type(model).__mro__
+    own = next((k for k, kind in enumerate(order) if kind.__module__.split(".")[0] in roots), len(order))
+    return tampered(model) is None and changed(type(model), own) is None
+
+
+def patched_class(model: object, *roots: str) -> str | None:
+    """A method of a class from these packages that was not written there, as the rest of a sentence; `None` if there is none."""
+    for kind in type(model).__mro__:
+        root = kind.__module__.split(".")[0]
+        for name, value in vars(kind).items() if root in roots else ():
+            function = getattr(
+                value, "__func__", getattr(value, "fget", value)
+            )  # of a method of the class, of a property
+            if isinstance(function, FunctionType):
+                home = str(function.__globals__.get("__name__")).split(".")[0]
+                if home not in (root, *_DECORATORS):
+                    return f"has the method {name} of its class {kind.__name__} replaced"
+    return None
+
+
+_DECORATORS = ("torch", "functools", "contextlib", "abc", "dataclasses", "typing")
 
 
 def context_name(function: Callable[..., Any]) -> str | None:

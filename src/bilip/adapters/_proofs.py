@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bilip.errors import UnknownLipschitz
-from bilip.nets.layers import LayeredNet, affine_layer, flatten, is_plain
+from bilip.nets.layers import LayeredNet, flatten, is_plain_linear, linear_size
 
 __all__ = ["Joint", "rearranged"]
 
@@ -22,10 +22,10 @@ class Joint(LayeredNet):
     """
 
     def __init__(self, net: nn.Module, context: int) -> None:
-        first = affine_layer(flatten(net)[0])
-        if first is None:
+        taken = linear_size(flatten(net)[0])[1]
+        if taken is None:
             raise UnknownLipschitz(f"{type(net).__name__}: its first layer is not linear, so its inputs are not known.")
-        super().__init__(first.weight.shape[1] - context, context, 1)
+        super().__init__(taken - context, context, 1)
         self.layers = nn.Sequential(*flatten(net))
 
 
@@ -50,8 +50,7 @@ def rearranged(
     """
     layers = flatten(net)
     last = layers[-1]
-    plain = any(is_plain(last, kind) for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    if not plain or getattr(last, "groups", 1) != 1 or nn.utils.parametrize.is_parametrized(last):
+    if not is_plain_linear(last) or getattr(last, "groups", 1) != 1:
         raise UnknownLipschitz(
             f"the last layer of the net, {type(last).__name__}, is not a plain Linear or Conv, so its shifts and raw "
             "scales cannot be told apart. End the net with one."

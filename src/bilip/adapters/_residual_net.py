@@ -12,7 +12,7 @@ from torch import nn
 from bilip.bounds import log_of, log_product, log_sum
 from bilip.errors import UnknownLipschitz
 from bilip.nets import Declared, log_lipschitz
-from bilip.nets.layers import hooked
+from bilip.nets.readable import tampered
 
 __all__ = ["certified"]
 
@@ -53,8 +53,8 @@ def _block(block: Any) -> float:
         why = "a context that gates its layers"
     elif not any(block.activation is known for known in _ONE):
         why = f"the activation {getattr(block.activation, '__name__', block.activation)}"
-    elif any(hooked(part) for part in block.modules()):
-        why = "hooks"
+    elif any(tampered(part) is not None for part in block.modules()):
+        why = "hooks or replaced methods"
     if why is not None:
         raise UnknownLipschitz(
             f"the ResidualNet of a coupling holds {why}, so its Lipschitz constant cannot be proved."

@@ -65,7 +65,9 @@ class AtanExpScale(_OddExpScale):
         return self.factor * torch.atan(s)
 
     def log_derivative(self, s: Tensor) -> Tensor:
-        return math.log(self.factor) - torch.log1p(s.square())
+        # Beyond 1e100, where the square overflows sooner or later, s^2 and 1 + s^2 are one number.
+        log = torch.where(s.abs() > 1e100, 2 * s.abs().log(), torch.log1p(s.square()))
+        return math.log(self.factor) - log
 
     @property
     def peak(self) -> float:

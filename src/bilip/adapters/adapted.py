@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from bilip.adapters import freia, generic, memcnn, nflows, normflows, own, pyro, torch_distributions, zuko
-from bilip.adapters._inspect import comes_from
+from bilip.adapters._inspect import comes_from, is_unchanged
 from bilip.adapters.base import Base
 from bilip.adapters.foreign import compose
 from bilip.blocks import Bijection
@@ -112,6 +112,11 @@ def adapt(
         if found is not None:
             return Adapted(*found)
     if isinstance(model, nn.Sequential) and len(model):
+        if not is_unchanged(model, "torch"):
+            raise InputError(
+                f"as_bijection: {type(model).__name__} is a Sequential with hooks or overridden methods, so it is more than its "
+                "parts and they do not give its inverse. Pass one with as_bijection(model, inverse=...)."
+            )
         parts = [adapt(part) for part in model]
         libraries = {part.library for part in parts}
         library = libraries.pop() if len(libraries) == 1 else "generic"

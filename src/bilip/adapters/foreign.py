@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bilip.adapters._agree import agree
+from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, UnknownLipschitz
-from bilip.nets.layers import hooked
+from bilip.nets.readable import tampered
+
+# Libraries of which some blocks have a twin.
+_LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
 
 __all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
 
@@ -52,6 +56,7 @@ class Foreign(Bijection):
     """
 
     library: str = "generic"
+    proof_methods: ClassVar[tuple[str, ...]] = ("twin",)
     has_log_det: bool = True
     stochastic_log_det: bool = False
 
@@ -170,9 +175,18 @@ class Foreign(Bijection):
         return Step(step.log_forward, step.log_inverse, step.reach, (row,))
 
     def _checked_twin(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
-        if any(hooked(part) for part in self.module.modules()):
-            raise self.unproved("hooks may change what it computes")
-        twin = self.twin()
+        held = self.module.__dict__.get("held")
+        made = type(self.module if held is None else held)
+        if made.__module__.split(".")[0] not in (*_LIBRARIES, "torch"):
+            raise self.unproved(f"{made.__module__}.{made.__qualname__} is not a class of the library itself")
+        for part in (*self.module.modules(), held):
+            why = tampered(part) or patched_class(part, *_LIBRARIES)
+            if why is not None:
+                raise self.unproved(f"{type(part).__name__} inside it {why}")
+        try:
+            twin = self.twin()
+        except InputError as error:  # no block can be built from its nets
+            raise self.unproved(str(error)) from error
         if shape and not agree(self, twin, shape, context, self.context_shape()):
             raise self.unproved("the installed version computes something else than the one bilip knows")
         return twin

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import comes_from, is_a, join_parts, no_inverse, split_parts
+from bilip.adapters._inspect import comes_from, is_a, is_unchanged, join_parts, no_inverse, split_parts
 from bilip.adapters._proofs import Joint, rearranged
 from bilip.adapters._scales import AtanExpScale
 from bilip.adapters.base import Base
@@ -35,14 +35,13 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
     """A sequence or a linear graph as a chain, any other graph or module as one block; FrEIA has no base."""
     if not is_a(model, "InvertibleModule", "FrEIA"):
         return None
-    blocks = _sequence(model) if is_a(model, "SequenceINN", "FrEIA") else None
-    if is_a(model, "GraphINN", "FrEIA"):
+    blocks, whole = None, is_unchanged(model, "FrEIA")
+    if whole and is_a(model, "SequenceINN", "FrEIA"):
+        blocks = _sequence(model)
+    elif whole and is_a(model, "GraphINN", "FrEIA"):
         blocks = _linear_graph(model)
     if blocks is None:
-        inputs = _shapes(model.dims_in)
-        outputs = model.global_out_shapes if hasattr(model, "global_out_shapes") else model.output_dims(list(inputs))
-        conditions = _shapes(model.dims_c)
-        blocks = [FreiaBlock(model, inputs, _shapes(outputs), conditions, tuple(range(len(conditions))))]
+        blocks = [_whole(model)]
     if not blocks:
         raise no_inverse(model, "it holds no modules yet")
     start = blocks[0].inputs
@@ -54,12 +53,26 @@ def _shapes(dims: Any) -> Shapes:
     return (tuple(dims),) if dims and isinstance(dims[0], int) else tuple(tuple(shape) for shape in dims)
 
 
-def _sequence(model: Any) -> list[FreiaBlock]:
+def _whole(model: Any) -> FreiaBlock:
+    """A module or graph as it is."""
+    if is_a(model, "SequenceINN", "FrEIA"):
+        inputs, outputs, conditions = model.shapes[:1], model.shapes[-1:], _sequence_conditions(model)
+    else:
+        inputs, conditions = _shapes(model.dims_in), _shapes(model.dims_c)
+        outputs = model.global_out_shapes if hasattr(model, "global_out_shapes") else model.output_dims(list(inputs))
+    return FreiaBlock(model, _shapes(inputs), _shapes(outputs), conditions, tuple(range(len(conditions))))
+
+
+def _sequence_conditions(model: Any) -> Shapes:
     known: dict[int, tuple[int, ...]] = {}
     for index, module in zip(model.conditions, model.module_list, strict=True):
         if index is not None:
             known[index] = _shapes(module.dims_c)[0]
-    conditions = tuple(known.get(k, ()) for k in range(max(known, default=-1) + 1))
+    return tuple(known.get(k, ()) for k in range(max(known, default=-1) + 1))
+
+
+def _sequence(model: Any) -> list[FreiaBlock]:
+    conditions = _sequence_conditions(model)
     return [
         FreiaBlock(module, (tuple(before),), (tuple(after),), conditions, () if index is None else (index,))
         for module, before, after, index in zip(

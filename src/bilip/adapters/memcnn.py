@@ -43,7 +43,9 @@ class MemcnnBlock(Foreign):
             return self.module.inverse(z), None  # type: ignore[operator]
 
     def twin(self) -> Bijection:
-        inner: Any = _inner(self.module)
+        inner: Any = self.module
+        while type(inner).__name__ == "InvertibleModuleWrapper" and type(inner).__module__.startswith("memcnn."):
+            inner = inner._fn
         if type(inner).__name__ == "AdditiveCoupling" and type(inner).__module__ == "memcnn.models.additive":
             first = AdditiveCoupling(inner.Fm, Split(dim=inner.split_dim, swap=True))
             return Chain(first, AdditiveCoupling(inner.Gm, Split(dim=inner.split_dim)))

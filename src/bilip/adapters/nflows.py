@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import comes_from, is_a, no_inverse
+from bilip.adapters._inspect import comes_from, is_a, is_unchanged, no_inverse
 from bilip.adapters._residual_net import certified
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose
@@ -38,7 +38,7 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
 
 
 def _blocks(transform: nn.Module, embedding: nn.Module | None, library: str) -> Iterator[NflowsBlock]:
-    if type(transform).forward.__qualname__ == "CompositeTransform.forward":
+    if type(transform).forward.__qualname__ == "CompositeTransform.forward" and is_unchanged(transform, *FAMILY):
         for part in transform._transforms:  # type: ignore[union-attr]
             yield from _blocks(part, embedding, library)  # type: ignore[arg-type]
     else:

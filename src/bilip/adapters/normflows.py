@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import call, comes_from, context_name, is_a, join_parts, no_inverse, split_parts
+from bilip.adapters._inspect import (
+    call,
+    comes_from,
+    context_name,
+    is_a,
+    is_unchanged,
+    join_parts,
+    no_inverse,
+    split_parts,
+)
 from bilip.adapters._proofs import rearranged
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose
@@ -54,7 +63,7 @@ def _base_shape(base: Any) -> tuple[int, ...] | None:
 
 
 def _blocks(layer: Any) -> Iterator[NormflowsBlock]:
-    if is_a(layer, "Composite", "normflows"):
+    if is_a(layer, "Composite", "normflows") and is_unchanged(layer, "normflows"):
         for part in reversed(layer._flows):
             yield from _blocks(part)
         return
@@ -115,6 +124,13 @@ class NormflowsBlock(Foreign):
             half = (module.num_channels + 1) // 2
             return Permutation(list(range(half, module.num_channels)) + list(range(half)))
         if self.kind == "AffineCouplingBlock" and type(module).__module__ == "normflows.flows.affine.coupling":
+            kinds = [(type(part).__module__, type(part).__name__) for part in module.flows]
+            if kinds != [
+                ("normflows.flows.reshape", "Split"),
+                (type(module).__module__, "AffineCoupling"),
+                ("normflows.flows.reshape", "Merge"),
+            ]:
+                raise self.unproved("its parts are not those that normflows builds")
             mode, coupling = module.flows[0].mode, module.flows[1]
             if mode not in ("channel", "channel_inv"):
                 raise self.unproved(f"split mode {mode!r}")

@@ -12,7 +12,7 @@ from torch.distributions.transforms import AffineTransform, ComposeTransform, In
 
 from bilip.adapters._diagonal import ShiftedDiagonal
 from bilip.adapters._holder import Holder, forget
-from bilip.adapters._inspect import comes_from, no_inverse
+from bilip.adapters._inspect import comes_from, is_unchanged, no_inverse
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose, reference
 from bilip.blocks import Bijection, Invert, Permutation
@@ -40,7 +40,10 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
 def transform_blocks(transforms: Sequence[Any], *, reverse: bool) -> Iterator[TransformBlock]:
     """One block for each elementary transform, in the order in which data meets them."""
     for transform in reversed(transforms) if reverse else transforms:
-        if isinstance(transform, ComposeTransform) or type(transform).__name__ == "ComposedTransform":
+        if not is_unchanged(transform, "torch", "pyro", "zuko"):
+            require_inverse(transform)
+            yield TransformBlock(transform, reverse=reverse)
+        elif isinstance(transform, ComposeTransform) or type(transform).__name__ == "ComposedTransform":
             parts = transform.parts if isinstance(transform, ComposeTransform) else transform.transforms
             yield from transform_blocks(list(parts), reverse=reverse)
         elif isinstance(transform, IndependentTransform):

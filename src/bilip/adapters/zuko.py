@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import is_a
+from bilip.adapters._inspect import is_a, is_unchanged
 from bilip.adapters._proofs import Joint, rearranged
 from bilip.adapters._scales import SoftclipExpScale
 from bilip.adapters.base import Base, ForeignBase
@@ -57,10 +57,11 @@ def _features(flow: Any) -> tuple[int, ...] | None:
 
 
 def _blocks(transform: Any, embedding: nn.Module | None, *, reverse: bool = False) -> Iterator[ZukoBlock]:
-    if is_a(transform, "LazyComposedTransform", "zuko"):
+    whole = is_unchanged(transform, "zuko")
+    if whole and is_a(transform, "LazyComposedTransform", "zuko"):
         for part in reversed(transform.transforms) if reverse else transform.transforms:
             yield from _blocks(part, embedding, reverse=reverse)
-    elif is_a(transform, "LazyInverse", "zuko"):
+    elif whole and is_a(transform, "LazyInverse", "zuko"):
         yield from _blocks(transform.transform, embedding, reverse=not reverse)
     else:
         yield ZukoBlock(transform, embedding, reverse=reverse)

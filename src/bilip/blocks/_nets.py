@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bilip.errors import InputError
 from bilip.nets.cache import is_plain
 from bilip.nets.conv import ConvNet
-from bilip.nets.layers import Declared, LayeredNet
+from bilip.nets.layers import Declared, LayeredNet, overwriting
 
 __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_context"]
 
@@ -21,10 +21,10 @@ def require_module(owner: str, name: str, net: object) -> nn.Module:
         raise InputError(
             f"{owner}: {name} must be an nn.Module, got {type(net).__name__}. Wrap a function in a module."
         )
-    first = next((m for m in net.modules() if not m._modules), None)
-    if getattr(first, "inplace", False):
+    first = overwriting(net)
+    if first is not None:
         raise InputError(
-            f"{owner}: the first layer of {name}, {first}, works in place and would overwrite the input of the block. "
+            f"{owner}: {first} in {name} works in place and would overwrite the input of the block. "
             "Build it with inplace=False."
         )
     return net

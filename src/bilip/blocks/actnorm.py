@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.blocks.bijection import Bijection
+from bilip.blocks.diagonal_scaling import scale_box
 from bilip.bounds import Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
 
@@ -41,8 +43,8 @@ def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> Iterato
 class ActNorm(Bijection):
     r"""$F(x) = (x + b) \odot e^{l}$ with one $b$ and one $l$ for each feature, started so that the first batch has mean 0 and deviation 1.
 
-    The start happens in training mode, on the first forward pass, or with `initialize(x)`; that it happened is part
-    of the `state_dict`.
+    The start happens in training mode, on the first forward pass, or with `initialize(x)`. That it happened is the buffer
+    `initialized`, and nothing else: it follows `state_dict`, `torch.func.functional_call`, averaged copies and whoever writes to it.
 
     Reference: Kingma and Dhariwal, *Glow: Generative Flow with Invertible 1x1 Convolutions*, 2018.
 
@@ -69,8 +71,9 @@ class ActNorm(Bijection):
         self.features, self.dim = features, dim
         self.bias = nn.Parameter(torch.zeros(features))
         self.log_scale = nn.Parameter(torch.zeros(features))
-        self._ready = start == "identity"  # what the buffer says, readable without waiting for a device
-        self.register_buffer("initialized", torch.tensor(self._ready))
+        self.register_buffer("initialized", torch.tensor(start == "identity"))
+        # The buffer, and its version, that was last seen to be true.
+        self._read: tuple[Tensor, int] | None = (self.initialized, 0) if start == "identity" else None
 
     @torch.no_grad()
     def initialize(self, x: Tensor) -> None:
@@ -88,19 +91,40 @@ class ActNorm(Bijection):
         count = _sum(values.new_tensor(float(values.shape[1])))
         mean = _sum(values.sum(1)) / count
         deviation = (_sum((values - mean[:, None]).square().sum(1)) / (count - 1)).sqrt()
+        if not torch.isfinite(deviation).all():
+            raise InputError(
+                "ActNorm: the numbers of the batch it should start from are too large to square in float64."
+            )
         self.bias.copy_(-mean)
         self.log_scale.copy_(-(deviation + 1e-6).log())
         self._mark(True)
 
     def _mark(self, ready: bool) -> None:
-        self._ready = ready
         self.initialized.fill_(ready)
+        _ = self._ready
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        loaded = state_dict.get(f"{prefix}initialized")
-        if loaded is not None:
-            self._ready = bool(loaded)
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        _ = self._ready  # so that it is known where it cannot be read
+
+    @property
+    def _ready(self) -> bool:
+        """What the buffer says. On a device it is waited for only until it was seen to be true, or when it may have changed."""
+        flag = self.initialized
+        seen = self._read
+        if torch.compiler.is_compiling() or capturing(flag):  # a value cannot be read here: as it was before
+            return seen is not None
+        version = -1 if flag.is_inference() else flag._version
+        if flag.device.type != "cpu" and seen is not None and seen[0] is flag and seen[1] == version:
+            return True
+        try:
+            ready = bool(flag.all())
+        except (
+            RuntimeError
+        ):  # on the meta device, or one for each model of an ensemble under vmap: whoever lends them knows
+            return True
+        self._read = (flag, version) if ready else None
+        return ready
 
     def _view(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.check(x, self.features, self.dim)
@@ -157,16 +181,15 @@ class ActNorm(Bijection):
         if box.shape[axis] != self.features:
             raise InputError(f"{self}: a box of shape {box.shape} does not have {self.features} features.")
         shape[axis] = -1
-        return as_float64(self.bias).view(shape), as_float64(self.log_scale).exp().view(shape)
+        return as_float64(self.bias).view(shape), as_float64(self.log_scale).view(shape)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
-        bias, scale = self._exact(box)
-        shifted = Box.outward(box.low + bias, box.high + bias)
-        return Box.outward(shifted.low * scale, shifted.high * scale)
+        bias, log_scale = self._exact(box)
+        return scale_box(Box.outward(box.low + bias, box.high + bias), log_scale, torch.ones(()))
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        bias, scale = self._exact(box)
-        unscaled = Box.outward(box.low / scale, box.high / scale)
+        bias, log_scale = self._exact(box)
+        unscaled = scale_box(box, -log_scale, torch.ones(()))
         return Box.outward(unscaled.low - bias, unscaled.high - bias)
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from bilip.blocks._nets import first_parameter
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
-from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters
+from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets.certify import remembering
+from bilip.nets.readable import as_born, parametrized, tampered, unstated
 
 __all__ = ["FORMULAS", "Bijection"]
 
@@ -22,7 +24,8 @@ class Bijection(nn.Module):
     r"""An invertible map $F$ between tensors with a batch dimension, $z = F(x)$.
 
     A block of your own defines the four maps. To take part in proofs it also defines the two Lipschitz constants and
-    the two interval images at the end of this class; `bilip.testing.check_contract` checks all of it.
+    the two interval images at the end of this class; `bilip.testing.check_contract` checks all of it. Nothing is proved about a
+    subclass that overrides a map and inherits the constants: it states them anew.
 
     Attributes:
         shape: Shape of one input sample, where it is known.
@@ -55,6 +58,13 @@ class Bijection(nn.Module):
     volume_preserving: bool = False
     rearranges: bool = False
     closed_form: bool = True
+    # The methods that state what is proved: a subclass that changes a map defines all of them, and of `advance`, `retreat` and
+    # `log_lip_inverse_on_image` those that its bases define.
+    proof_methods: ClassVar[tuple[str, ...]] = ("log_lip", "log_lip_inverse", "interval", "interval_inverse")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        as_born(cls)
 
     # ---- the maps
 
@@ -111,7 +121,8 @@ class Bijection(nn.Module):
 
         Raises:
             NoGlobalBound: No constant holds on all of space; pass a box.
-            UnknownLipschitz: A net inside cannot be read; declare its constant.
+            UnknownLipschitz: A net inside cannot be read (declare its constant), or a block does not compute what its
+                class says: it has hooks, replaced methods, or a subclass that overrides a map and inherits the constants.
             NonFiniteParameters: A parameter is NaN or Inf.
         """
         if formula not in FORMULAS:
@@ -140,6 +151,7 @@ class Bijection(nn.Module):
         return self._prove(self.retreat, self._shaped(box, shape), context, "sharp").reach.box
 
     def _prove(self, act: Callable[..., Step], box: Box, context: Box | None, formula: str) -> Step:
+        self._require_readable()
         try:
             with torch.no_grad(), remembering():
                 return act(Reach.start(box), context, formula)
@@ -157,6 +169,7 @@ class Bijection(nn.Module):
         log_forward = self.log_lip(reach.box, context, formula)
         after = reach.through(lambda box: self.interval(box, context), log_forward)
         log_inverse = self.log_lip_inverse(after.box, context, formula)
+        log_inverse = min(log_inverse, self.log_lip_inverse_on_image(reach.box, context, formula))
         return self._step(reach, after, log_forward, log_inverse, name, after.box)
 
     def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
@@ -216,6 +229,31 @@ class Bijection(nn.Module):
             blocks=step.blocks,
         )
 
+    def _require_readable(self) -> None:
+        """Raise unless every block inside, with its partition and scale, computes what its class says."""
+        for name, part in self.named_modules():
+            for thing in (part, *vars(part).values()):
+                statements: tuple[str, ...] | None = getattr(type(thing), "proof_methods", None)
+                if statements is None:
+                    continue
+                if "log_lip" in statements:
+                    steps = ("advance", "retreat", "log_lip_inverse_on_image")
+                    statements += tuple(
+                        name for name in steps if getattr(type(thing), name) is not vars(Bijection)[name]
+                    )
+                why = tampered(thing) or (parametrized(thing) if isinstance(thing, nn.Module) else None)
+                if why is None:
+                    root = next(kind for kind in reversed(type(thing).__mro__) if "proof_methods" in vars(kind))
+                    overridden = unstated(type(thing), statements, root)
+                    if overridden is not None:
+                        why = f"has {overridden}, but inherits what was proved without it ({', '.join(statements)})"
+                if why is not None:
+                    where = f" (at {name!r})" if name else ""
+                    raise UnknownLipschitz(
+                        f"{type(thing).__name__}{where} {why}, so no bound can be proved for it. "
+                        "Remove what changes it, or state the bounds of the changed map in a class of your own."
+                    )
+
     def _require_finite(self) -> None:
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
@@ -235,6 +273,10 @@ class Bijection(nn.Module):
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         """Log of an upper bound on Lip(F^-1) on a box of latents."""
         raise self._unproved("log_lip_inverse")
+
+    def log_lip_inverse_on_image(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        """Log of an upper bound on Lip(F^-1) on F(box), for blocks that know a better one than on a box around F(box)."""
+        return float("inf")
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F(box), by interval arithmetic."""

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilip import _linalg
 from bilip._capture import capturing
 from bilip.blocks.bijection import Bijection
-from bilip.bounds import EPS, Box, as_float64, log_of
-from bilip.errors import InputError, NoGlobalBound
+from bilip.bounds import EPS, Box, as_float64, exp_up, log_norm, log_of, log_product, log_sum, norms
+from bilip.errors import InputError, NoGlobalBound, PartitionError
 from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
 
@@ -23,7 +24,9 @@ KINDS = ("full", "plu", "orthogonal")
 class InvertibleConv1x1(Bijection):
     r"""$F(x) = W x$ at every pixel, with a square matrix over the channels.
 
-    Its constants are $\mathrm{Lip}(F) = \|W\|_2$ and $\mathrm{Lip}(F^{-1}) = \|W^{-1}\|_2$.
+    Its constants are $\mathrm{Lip}(F) = \|W\|_2$ and $\mathrm{Lip}(F^{-1}) = \|W^{-1}\|_2$. An orthogonal matrix is one only up to the
+    rounding of its dtype, and the inverse multiplies with its transpose: both constants then hold for the stored matrix, its
+    transpose and its inverse.
 
     The inverse matrix is solved for in float64. It is kept only in evaluation mode where no gradient goes to the
     parameters, and only while these hold the very same numbers.
@@ -55,20 +58,24 @@ class InvertibleConv1x1(Bijection):
         self.channels, self.kind = channels, kind
         start = torch.linalg.qr(torch.randn(channels, channels, dtype=torch.float64))[0]
         if kind == "plu":
-            p, lower, upper = torch.linalg.lu(start)
+            p, lower, upper = _linalg.lu(start)
             diagonal = upper.diagonal()
             self.register_buffer("permutation", p.argmax(0))  # P[permutation[j], j] = 1
             self.register_buffer("sign", diagonal.sign().float())
             self.lower = nn.Parameter(lower.tril(-1).float())
             self.upper = nn.Parameter(upper.triu(1).float())
             self.log_diagonal = nn.Parameter(diagonal.abs().log().float())
-        else:
+        elif kind == "full":
             self.weight = nn.Parameter(start.float())
-            if kind == "orthogonal":
-                # Without trivialization the matrix is orthogonal to the precision of whatever dtype the block is moved to.
-                nn.utils.parametrizations.orthogonal(self, "weight", "matrix_exp", use_trivialization=False)
+        else:
+            self.parametrizations = nn.ModuleDict({"weight": _Exponential(nn.Parameter(start.float()))})
         self.volume_preserving = kind == "orthogonal"
         self._cache = EvalCache()
+
+    def __getattr__(self, name: str):
+        if name == "weight" and "parametrizations" in self.__dict__.get("_modules", ()):
+            return self.parametrizations["weight"]()
+        return super().__getattr__(name)
 
     def matrix(self, dtype: torch.dtype | None = None) -> Tensor:
         """W, computed in the given dtype where it is composed of factors."""
@@ -81,7 +88,10 @@ class InvertibleConv1x1(Bijection):
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         eye = torch.eye(self.channels, dtype=dtype, device=self.lower.device)
         lower = self.lower.to(dtype).tril(-1) + eye
-        upper = self.upper.to(dtype).triu(1) + torch.diag(self.sign.to(dtype) * self.log_diagonal.to(dtype).exp())
+        diagonal = torch.copysign(
+            self.log_diagonal.to(dtype).exp(), self.sign.to(dtype)
+        )  # only the sign of the sign counts
+        upper = self.upper.to(dtype).triu(1) + torch.diag(diagonal)
         return lower, upper
 
     def inverse_matrix(self) -> Tensor:
@@ -94,8 +104,8 @@ class InvertibleConv1x1(Bijection):
 
     def _plu_key(self) -> Tensor:
         """Everything that the inverse depends on."""
-        fixed = torch.stack((self.sign, self.permutation.to(self.sign.dtype)))
-        return torch.cat((self.lower, self.upper, self.log_diagonal[None], fixed.to(self.lower.dtype)))
+        fixed = torch.stack((self.sign.double(), self.permutation.double()))  # 16 bits would not tell 256 from 257
+        return torch.cat((*(part.double() for part in (self.lower, self.upper, self.log_diagonal[None])), fixed))
 
     def _invert_plu(self, parameters: Tensor) -> Tensor:
         lower, upper = self._factors(torch.float64)
@@ -103,7 +113,7 @@ class InvertibleConv1x1(Bijection):
         half = torch.linalg.solve_triangular(
             lower, eye.index_select(0, self.permutation), upper=False, unitriangular=True
         )
-        return torch.linalg.solve_triangular(upper, half, upper=True).to(parameters.dtype)
+        return torch.linalg.solve_triangular(upper, half, upper=True).to(self.lower.dtype)
 
     def mix(self, matrix: Tensor, x: Tensor) -> Tensor:
         """A matrix times the channels, at every pixel."""
@@ -137,31 +147,75 @@ class InvertibleConv1x1(Bijection):
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.inverse(z), -self._log_det(z)
 
+    # ---- proofs
+
+    def _enclosed(self) -> tuple[Tensor, Tensor]:
+        """W in float64 on the CPU, and for each entry how far it may be from the exact one."""
+        matrix = as_float64(self.matrix(torch.float64))
+        if self.kind == "orthogonal":  # as it acts, and as it would be without rounding
+            exact = as_float64(self.parametrizations["weight"](torch.float64))
+            return matrix, (matrix - exact).abs() + 16 * self.channels * EPS
+        if self.kind == "full":
+            return matrix, torch.zeros_like(matrix)
+        order = self.permutation.cpu()
+        if not torch.equal(order.sort().values, torch.arange(self.channels)):
+            raise PartitionError(
+                f"{self}: {order.tolist()} is not a permutation of 0..{self.channels - 1}, so the block has no inverse. Load an earlier "
+                "checkpoint."
+            )
+        lower, upper = (as_float64(factor).abs() for factor in self._factors(torch.float64))
+        # n products and sums, and an exponential that errs by less than two roundings; the last for what underflows.
+        error = (self.channels + 8) * EPS * (lower @ upper) + 1e-300 * (1 + lower.sum(1, keepdim=True))
+        return matrix, torch.zeros_like(error).index_copy(0, order, error)
+
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return log_of(matrix_norm(self.matrix(torch.float64)))
+        matrix, error = self._enclosed()
+        log = log_of(matrix_norm(matrix))
+        return max(0.0, log) if self.kind == "orthogonal" else log_sum(log, log_norm(error))
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        smallest = smallest_singular_value(self.matrix(torch.float64))
-        if not smallest:
+        matrix, error = self._enclosed()
+        wobble = 0.0 if self.kind == "orthogonal" else exp_up(log_norm(error))
+        smallest = (smallest_singular_value(matrix) - wobble) * (1 - EPS)
+        log = -math.log(smallest) + 1e-15 * (1 + abs(math.log(smallest))) if smallest > 0 else math.inf
+        if self.kind == "plu":
+            log = min(log, self._log_inverse_of_factors())
+        if log == math.inf:
             raise NoGlobalBound(
                 f"{self}: the matrix is singular to working precision, so the block has no inverse and no bound on one. "
                 "Use kind='plu' or kind='orthogonal', which cannot become singular, or load an earlier checkpoint."
             )
-        return -math.log(smallest) + 1e-15 * (1 + abs(math.log(smallest)))
+        return max(log, self.log_lip(box)) if self.kind == "orthogonal" else log
+
+    def _log_inverse_of_factors(self) -> float:
+        r"""A bound on $\log\|U^{-1} L^{-1}\|$ that survives cancellation in $L U$.
+
+        Entry by entry $|T^{-1}| \le M(T)^{-1}$ for a triangular $T$, where $M(T)$ has $|T|$ on and $-|T|$ off the diagonal; solving with
+        that only adds positive numbers.
+        """
+        total = 0.0
+        for factor, upper in zip(self._factors(torch.float64), (False, True), strict=True):
+            size = as_float64(factor).abs()
+            if not bool((size.diagonal() > 0).all()) or not bool(torch.isfinite(size).all()):
+                return math.inf
+            comparison = 2 * torch.diag(size.diagonal()) - size
+            inverse = torch.linalg.solve_triangular(comparison, torch.eye(len(size), dtype=size.dtype), upper=upper)
+            total = log_product(total, log_norm(inverse) + 8 * (len(size) + 4) ** 2 * EPS)
+        return total
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
-        return _apply(as_float64(self.matrix(torch.float64)), box)
+        matrix, error = self._enclosed()
+        return _apply(matrix, box, error)
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        matrix = as_float64(self.matrix(torch.float64))
-        inverse = torch.linalg.pinv(matrix)
+        matrix, error = self._enclosed()
+        inverse = matrix.mT if self.kind == "orthogonal" else torch.linalg.pinv(matrix)
         # With R = I - XW and x = W^-1 y: |x - Xy| = |Rx| <= |R| |W^-1| |y|, pixel by pixel.
         residual = torch.linalg.matrix_norm(torch.eye(self.channels, dtype=torch.float64) - inverse @ matrix)
-        wobble = float(residual) + 4 * self.channels**1.5 * EPS * float(
-            torch.linalg.matrix_norm(inverse) * torch.linalg.matrix_norm(matrix)
-        )
-        log = self.log_lip_inverse(box)
-        return _apply(inverse, box, wobble * math.exp(min(log, 700.0)) if log < math.inf else math.inf)
+        size = exp_up(log_norm(inverse))
+        rounding = 4 * self.channels**1.5 * EPS * exp_up(log_norm(matrix)) + exp_up(log_norm(error))
+        wobble = log_product(log_of(float(residual) + size * rounding), self.log_lip_inverse(box))
+        return _apply(inverse, box, error.mT if self.kind == "orthogonal" else None, relative=exp_up(wobble))
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kind={self.kind!r}"
@@ -171,17 +225,17 @@ def invert(weight: Tensor) -> Tensor:
     """The inverse of a matrix, or of each of a stack, solved for in float64 and rounded."""
     if capturing(weight):
         return _newton(weight)
-    return torch.linalg.inv_ex(weight.double())[0].to(weight.dtype)
+    return _linalg.inv_ex(weight.double())[0].to(weight.dtype)
 
 
 def log_abs_det(weight: Tensor) -> Tensor:
     """The log of |det W|, of a matrix or of each of a stack."""
     if not capturing(weight):
-        return torch.linalg.slogdet(weight)[1]
+        return _linalg.slogdet(weight)[1]
     before = torch.backends.cuda.preferred_linalg_library()
     torch.backends.cuda.preferred_linalg_library("cusolver")  # the other one allocates, which a capture forbids
     try:
-        return torch.linalg.slogdet(weight)[1]
+        return _linalg.slogdet(weight)[1]
     finally:
         torch.backends.cuda.preferred_linalg_library(before)
 
@@ -227,8 +281,21 @@ def _newton_factors(low: float) -> list[float]:
 _FACTORS = _newton_factors(1e-10)
 
 
-def _apply(matrix: Tensor, box: Box, relative: float = 0.0) -> Box:
-    """The interval image of a box under a matrix over its first dimension."""
+class _Exponential(nn.Module):
+    """The orthogonal matrix $e^{A - A^T}$ with $A$ the part of `original` below the diagonal, computed in float32 at least."""
+
+    def __init__(self, original: nn.Parameter) -> None:
+        super().__init__()
+        self.original = original
+
+    def forward(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.original.dtype
+        below = self.original.to(torch.promote_types(dtype, torch.float32)).tril(-1)
+        return torch.linalg.matrix_exp(below - below.mT).to(dtype)
+
+
+def _apply(matrix: Tensor, box: Box, wobble: Tensor | None = None, *, relative: float = 0.0) -> Box:
+    """The interval image of a box under a matrix over its first dimension, known up to `wobble` entry by entry or `relative` in norm."""
     if not box.is_bounded:
         return Box.everything(box.shape)
 
@@ -238,6 +305,9 @@ def _apply(matrix: Tensor, box: Box, relative: float = 0.0) -> Box:
     center, radius, size = box.center, box.radius, torch.maximum(box.low.abs(), box.high.abs())
     middle, reach = mix(matrix, center), mix(matrix.abs(), radius)
     error = (matrix.shape[0] + 4) * EPS * (mix(matrix.abs(), center.abs()) + reach)
+    if wobble is not None:
+        error = error + mix(wobble, size)
     if relative:
-        error = error + relative * size.square().sum(0, keepdim=True).sqrt()
+        length = norms(size.flatten(1).mT if size.ndim > 1 else size[None]).reshape(1, *size.shape[1:])
+        error = error + relative * length
     return Box.outward(middle - reach, middle + reach, error)

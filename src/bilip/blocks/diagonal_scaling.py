@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from bilip.blocks.bijection import Bijection
-from bilip.bounds import Box, as_float64, log_of
+from bilip.bounds import TINY, Box, as_float64, log_of
 from bilip.errors import InputError
 
-__all__ = ["DiagonalScaling"]
+__all__ = ["DiagonalScaling", "scale_box"]
 
 
 class DiagonalScaling(Bijection):
     r"""$F(x) = D x$ with a diagonal $D$ whose entries stay non-zero.
 
-    Its constants are $\mathrm{Lip}(F) = \max |D_{ii}|$ and $\mathrm{Lip}(F^{-1}) = 1/\min |D_{ii}|$.
+    Its constants are $\mathrm{Lip}(F) = \max |D_{ii}|$ and $\mathrm{Lip}(F^{-1}) = 1/\min |D_{ii}|$. Of the buffer `sign` only the sign
+    counts, whatever numbers are loaded into it.
 
     Args:
         scale: The starting diagonal: a tensor of non-zero numbers in the shape of one sample, or one entry for each
@@ -45,7 +46,7 @@ class DiagonalScaling(Bijection):
     def _diagonal(self, x: Tensor) -> Tensor:
         self.check(x)
         self.check_like(x, self.log_scale)
-        diagonal = self.sign * self.log_scale.exp()
+        diagonal = torch.copysign(self.log_scale.exp(), self.sign)
         if self.dim is None:
             if x.shape[1:] != diagonal.shape:
                 raise InputError(
@@ -80,30 +81,32 @@ class DiagonalScaling(Bijection):
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         return _up(-float(as_float64(self.log_scale).min()))
 
-    def _exact(self, box: Box) -> Tensor:
-        diagonal = as_float64(self.sign) * as_float64(self.log_scale).exp()
+    def _along(self, box: Box, values: Tensor) -> Tensor:
+        """One number for each feature, in a shape that broadcasts over the box."""
         if self.dim is None:
-            return diagonal
+            return values
         shape = [1] * len(box.shape)
         axis = self.dim - 1 if self.dim > 0 else self.dim
-        if box.shape[axis] != len(diagonal):
-            raise InputError(f"DiagonalScaling: a box of shape {box.shape} does not have {len(diagonal)} features.")
+        if box.shape[axis] != len(values):
+            raise InputError(f"DiagonalScaling: a box of shape {box.shape} does not have {len(values)} features.")
         shape[axis] = -1
-        return diagonal.view(shape)
+        return values.view(shape)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
-        diagonal = self._exact(box)
-        return _hull(box.low * diagonal, box.high * diagonal)
+        return scale_box(box, *(self._along(box, as_float64(value)) for value in (self.log_scale, self.sign)))
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        diagonal = self._exact(box)
-        return _hull(box.low / diagonal, box.high / diagonal)
+        return scale_box(box, *(self._along(box, as_float64(value)) for value in (-self.log_scale, self.sign)))
 
 
-def _hull(a: Tensor, b: Tensor) -> Box:
-    return Box.outward(
-        torch.minimum(a, b), torch.maximum(a, b), 1e-15 * torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0)
-    )
+def scale_box(box: Box, log_scale: Tensor, sign: Tensor) -> Box:
+    """A box that holds every point of a box times exactly `exp(log_scale)`, with the sign of `sign`."""
+    scale = torch.copysign(log_scale.exp(), sign)
+    a, b = box.low * scale, box.high * scale
+    # Two roundings of the exponential, one of the product; an exponential that underflows is known to TINY only.
+    size = torch.maximum(box.low.abs(), box.high.abs()).nan_to_num(0.0, 0.0, 0.0)
+    error = 1e-15 * torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0) + TINY * size
+    return Box.outward(torch.minimum(a, b), torch.maximum(a, b), error)
 
 
 def _up(log: float) -> float:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip import _linalg
+from bilip.bounds import norms
 from bilip.errors import InputError
 
 __all__ = ["FixedPoint", "solve_fixed_point"]
@@ -35,7 +37,7 @@ class FixedPoint:
 
     Attributes:
         x: One plain step from the iterates with the smallest residuals.
-        residual: |y - x - g(x)| of these iterates, before that step, as computed in the dtype of y.
+        residual: |y - x - g(x)| of these iterates, before that step: of the difference as computed in the dtype of y, in float64.
         evaluations: Evaluations of g that each sample took.
     """
 
@@ -59,7 +61,7 @@ def solve_fixed_point(
     Args:
         g: The contraction, called as `g(x, rows)` with some of the samples and their row numbers.
         y: Right-hand sides, shape `(batch, ...)`.
-        target: Largest residual allowed for each sample, shape `(batch,)`.
+        target: Largest residual allowed for each sample, shape `(batch,)`; best in float64, whatever the dtype of y.
         method: `"anderson"` or `"plain"`.
         memory: How many residuals Anderson acceleration combines.
         max_evaluations: When to give up on a sample.
@@ -94,14 +96,15 @@ class _State:
     def __init__(self, y: Tensor, memory: int) -> None:
         self.memory = memory
         self.best = y.clone()
-        self.best_residual = y.new_full(y.shape[:1], torch.inf)
+        # Sizes are float64 whatever the dtype of y: the norm of a float16 residual can be beyond float16.
+        self.best_residual = torch.full(y.shape[:1], torch.inf, dtype=torch.float64, device=y.device)
         self.evaluations = torch.zeros(len(y), dtype=torch.long, device=y.device)
         self.proposal = y  # where g is evaluated next
         # Per active sample: the accepted point and residual, histories, and what plain iteration achieved.
         self.x = self.r = y
-        self.size = y.new_full(y.shape[:1], torch.inf)
+        self.size = self.best_residual.clone()
         self.accelerated = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-        self.plain_ratio = y.new_full(y.shape[:1], 0.05)
+        self.plain_ratio = torch.full_like(self.size, 0.05)
         self.start = self.size
         self.stalled = torch.zeros(len(y), dtype=torch.long, device=y.device)
         self.count = torch.zeros(len(y), dtype=torch.long, device=y.device)
@@ -129,8 +132,7 @@ class _State:
 
     def step(self, r: Tensor, target: Tensor, enough: Tensor, rows: Tensor) -> None:
         """Take in the residual at the proposal and make the next one."""
-        size = r.flatten(1).double().norm(dim=1).to(self.size.dtype)
-        size = torch.where(torch.isfinite(size), size, torch.inf)
+        size = norms(r)
         self.evaluations[rows] += 1
         better = size < self.best_residual[rows]
         self.best[rows[better]] = (self.proposal + r)[better]
@@ -180,11 +182,14 @@ class _State:
         slots = torch.arange(self.memory, device=self.count.device)
         used = (slots >= self.memory - self.count[:, None]).double()
         dr, dx = self.dr * used[..., None], self.dx * used[..., None]
-        gram = dr @ dr.mT
-        scale = gram.diagonal(dim1=1, dim2=2).amax(1).clamp_min(1e-300)
+        residual = self.r.flatten(1).double()
+        # The weights do not depend on the unit, and in this one no square overflows or underflows.
+        unit = dr.abs().amax((1, 2)).clamp_min(torch.finfo(dr.dtype).tiny)
+        unit_dr = dr / unit[:, None, None]
+        gram = unit_dr @ unit_dr.mT
+        scale = gram.diagonal(dim1=1, dim2=2).amax(1).clamp_min(torch.finfo(dr.dtype).tiny)
         ridge = (1e-14 * scale)[:, None, None] * torch.eye(self.memory, dtype=gram.dtype, device=gram.device)
         idle = torch.diag_embed((1 - used) * scale[:, None])
-        residual = self.r.flatten(1).double()
-        weights = torch.linalg.solve_ex(gram + ridge + idle, dr @ residual[..., None])[0]
+        weights = _linalg.solve_ex(gram + ridge + idle, unit_dr @ (residual / unit[:, None])[..., None])[0]
         move = residual - ((dx + dr).mT @ weights)[..., 0]
         return (self.x.flatten(1).double() + move).to(self.x.dtype).view_as(self.x)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip import _linalg
 from bilip.errors import InputError
 
 __all__ = ["Exact", "Geometric", "Poisson", "Roulette", "Series", "series_error"]
@@ -71,7 +72,7 @@ class Exact:
                 rows = torch.autograd.grad(
                     value, x, basis, retain_graph=True, create_graph=wants_graph, is_grads_batched=True
                 )[0]
-                log_det = torch.linalg.slogdet(eye + rows.flatten(2).movedim(0, 1))[1]
+                log_det = _linalg.slogdet(eye + rows.flatten(2).movedim(0, 1))[1]
         return (value, log_det) if wants_graph else (value.detach(), log_det.detach())
 
 

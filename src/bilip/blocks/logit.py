@@ -78,8 +78,9 @@ class Logit(Bijection):
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         # sigmoid' peaks at 0.
         nearest = torch.zeros_like(box.low).clamp(box.low, box.high)
-        gate = torch.sigmoid(nearest)
-        return log_of(float((gate * torch.sigmoid(-nearest)).max()) / (1 - 2 * self.alpha) * (1 + 1e-13))
+        # In logs, because far out the slope is positive but below every number of float64.
+        log = float((F.logsigmoid(nearest) + F.logsigmoid(-nearest)).max()) - math.log(1 - 2 * self.alpha)
+        return log + 1e-13 * (1 + abs(log))
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         p = self._probabilities(box)
@@ -88,8 +89,9 @@ class Logit(Bijection):
         return Box.outward(torch.logit(p.low), torch.logit(p.high), error)
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        low, high = ((torch.sigmoid(end) - self.alpha) / (1 - 2 * self.alpha) for end in (box.low, box.high))
-        return Box.outward(low, high, 1e-15)
+        width = 1 - 2 * self.alpha
+        low, high = ((torch.sigmoid(end) - self.alpha) / width for end in (box.low, box.high))
+        return Box.outward(low, high, 2e-15 / width)  # what rounding leaves of the difference is divided too
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha:g}"

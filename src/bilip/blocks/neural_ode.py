@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
-from bilip.bounds import Box, log_of, log_product
+from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
 from bilip.nets import certify
 from bilip.nets.cache import is_plain
@@ -156,8 +156,8 @@ class NeuralODE(Bijection):
     # ---- proofs, for the exact flow
 
     def _log(self, box: Box) -> float:
-        log = certify.log_lipschitz(self.f, box.shape or None)
-        return math.exp(log) * self.time * (1 + 1e-14) + log_of(1.0) if log < 700 else math.inf
+        """L T, the log of both constants."""
+        return exp_up(log_product(certify.log_lipschitz(self.f, box.shape or None), log_of(self.time)))
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         return self._log(box)
@@ -171,18 +171,16 @@ class NeuralODE(Bijection):
         field = certify.enclose(self.f, Box.point(box.center), self._clock(box, context))
         if not field.is_bounded:
             return Box.everything(box.shape)
-        speed = log_of(float(torch.maximum(field.low.abs(), field.high.abs()).norm()) * (1 + 1e-13))
-        log = certify.log_lipschitz(self.f, box.shape or None)
-        lip = math.exp(min(log, 700.0))
-        if lip * self.time > 700:
+        speed = log_norm(torch.maximum(field.low.abs(), field.high.abs()))
+        log = self._log(box)
+        if log > 700:
             return Box.everything(box.shape)
-        stretch = (
-            log_of(math.expm1(lip * self.time) / lip * (1 + 1e-13)) if lip > 1e-12 else log_of(self.time * (1 + 1e-9))
-        )
-        logs = (log_product(speed, stretch), log_product(self._log(box), box.log_radius))
+        # (e^{LT} - 1) / L is T (e^u - 1) / u with u = LT, which grows with u, from 1 at u = 0.
+        stretch = log_product(log_of(self.time), log_of(math.expm1(log) / log * (1 + 1e-15) if log else 1.0))
+        logs = (log_product(speed, stretch), log_product(log, box.log_radius))
         if max(logs) > 700:
             return Box.everything(box.shape)
-        reach = sum(math.exp(v) for v in logs) * (1 + 1e-12)
+        reach = sum(exp_up(v) for v in logs) * (1 + 1e-12)
         return Box.outward(box.center - reach, box.center + reach)
 
     interval_inverse = interval

@@ -3,12 +3,14 @@ r"""How a coupling block divides its input into the part $x_{I_1}$ that conditio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bilip.bounds import Box
 from bilip.errors import BilipError, PartitionError
+from bilip.nets.readable import as_born
 
 __all__ = ["Checkerboard", "Indices", "Partition", "Split", "Streams"]
 
@@ -21,6 +23,11 @@ class Partition(nn.Module):
     """
 
     feature_dim: int = 1
+    proof_methods: ClassVar[tuple[str, ...]] = ("split_box", "merge_box", "outputs_box")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        as_born(cls)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the nets see, and what is transformed."""

@@ -70,6 +70,12 @@ class Permutation(Bijection):
         return z.index_select(self.dim, self.undo)
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        undone = self.order.gather(0, self.undo) if len(self.undo) == len(self.order) else self.order
+        if not torch.equal(undone, torch.arange(len(undone), device=undone.device)):
+            raise PartitionError(
+                f"{self}: its buffers, order {self.order.tolist()} and undo {self.undo.tolist()}, are not a permutation and "
+                "its inverse, so nothing can be proved. Set order with load_state_dict, or build a new Permutation."
+            )
         return 0.0
 
     log_lip_inverse = log_lip

@@ -12,7 +12,7 @@ from bilip.blocks._nets import call, require_module, require_shape, takes_contex
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.blocks.log_det import Exact, Roulette, Series
-from bilip.bounds import Box, log_of
+from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
 from bilip.nets.cache import reusing
@@ -29,7 +29,7 @@ class Solution:
         residual: $|y - x - g(x)|$, computed in float64 with the weights as they act.
         error_bound: $(\text{residual} + \text{rounding}) / (1 - c)$, with a bound on the rounding of the residual:
             the true inverse is no farther than this from `x`. It holds for any `x`, however it was found, because
-            $|F(x) - F(x^*)| \ge (1 - c)\,|x - x^*|$.
+            $|F(x) - F(x^*)| \ge (1 - c)\,|x - x^*|$; `inf` where nothing is known.
         tolerance: What was asked for.
         evaluations: Evaluations of g.
     """
@@ -42,8 +42,8 @@ class Solution:
 
     @property
     def converged(self) -> Tensor:
-        """Whether the stated error is within the tolerance."""
-        return self.error_bound <= self.tolerance
+        """Whether the stated error is finite and within the tolerance."""
+        return torch.isfinite(self.error_bound) & (self.error_bound <= self.tolerance)
 
 
 class Residual(Bijection):
@@ -104,7 +104,7 @@ class Residual(Bijection):
                 "Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a "
                 "smaller constant."
             )
-        return math.exp(log) * (1 + 1e-15)
+        return exp_up(log)
 
     def branch(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """g(x)."""
@@ -170,22 +170,23 @@ class Residual(Bijection):
         """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss the tolerance."""
         z = self.check_net(z, self.g).detach()
         c, eps = self.contraction(), torch.finfo(z.dtype).eps
-        size = z.flatten(1).double().norm(dim=1)
         tolerance = self.tolerance if tolerance is None else tolerance
         if tolerance is not None and not 0 < tolerance < math.inf:
             raise InputError(f"solve(tolerance={tolerance}): expected a positive number.")
-        asked = 16 * eps * (1 + size) / (1 - c) if tolerance is None else torch.full_like(size, tolerance)
-        if tolerance is not None and bool((asked < eps * size / 4).any()):
+        last = norms(z.double() * eps)  # what the last digits of z amount to: it is finite for every finite z
+        asked = 16 * (eps + last) / (1 - c) if tolerance is None else torch.full_like(last, tolerance)
+        if tolerance is not None and bool((torch.isfinite(last) & (asked < last / 4)).any()):
+            worst = int(torch.where(torch.isfinite(last), last, 0.0).argmax())
             raise InputError(
                 f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length "
-                f"{float(size.max()):.3g} is itself "
-                f"only stored to about {eps * float(size.max()) / 4:.1g}. Ask for more than that, or use float64."
+                f"{float(norms(z)[worst]):.3g} is itself "
+                f"only stored to about {float(last[worst]) / 4:.1g}. Ask for more than that, or use float64."
             )
 
         def g(x: Tensor, rows: Tensor) -> Tensor:
             return self.branch(x, None if context is None else context[rows])
 
-        enough = (asked * (1 - c) / 2).to(z.dtype)
+        enough = asked * (1 - c) / 2
         with reusing():
             found = solve_fixed_point(
                 g,
@@ -199,15 +200,16 @@ class Residual(Bijection):
         residual, rounding = self._residual(found.x, z, context)
         if tolerance is None:
             asked = asked + 2 * rounding / (1 - c)
-        bound = torch.where(torch.isfinite(residual), (residual + rounding) / (1 - c), torch.inf)
+        bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
         return Solution(found.x, residual, bound, asked, found.evaluations)
 
     def _residual(self, x: Tensor, z: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """|z - x - g(x)| in float64, whatever the dtype of the model, and a bound on the rounding in it."""
         value, error = certify.point_image(self.g, x, context if self._context else None)
         parts = (z.double(), x.double(), value)
-        error = error + 4 * torch.finfo(torch.float64).eps * sum(part.flatten(1).norm(dim=1) for part in parts)
-        return (parts[0] - parts[1] - parts[2]).flatten(1).norm(dim=1), error
+        # The small factor goes inside: a norm may be beyond float64 where what rounding makes of it is not.
+        error = error + sum(norms(4 * EPS * part) for part in parts) + 1e-300
+        return norms(parts[0] - parts[1] - parts[2]), error.nan_to_num(torch.inf, torch.inf)
 
     def unrolled_inverse(self, z: Tensor, steps: int, context: Tensor | None = None) -> Tensor:
         """`steps` plain iterations x <- z - g(x) from x = z, differentiated by plain autograd."""
@@ -226,11 +228,11 @@ class Residual(Bijection):
         return log if cap is None else min(log, cap)
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return log_of(1 + math.exp(self._log_c(box)) * (1 + 1e-15))
+        return log_of((1 + exp_up(self._log_c(box))) * (1 + EPS))
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        c = math.exp(self._log_c(box)) * (1 + 1e-15)
-        return log_of(1 / (1 - c) * (1 + 1e-15)) if c < 1 else math.inf
+        c = exp_up(self._log_c(box))
+        return log_of(1 / (1 - c) * (1 + 4 * EPS)) if c < 1 else math.inf
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         g = certify.ball_and_interval(self.g, box, context if self._context else None)
@@ -240,15 +242,16 @@ class Residual(Bijection):
         r"""$x = y - g(x)$, and $|g(x)| \le (|g(y_0)| + c\,|y - y_0|)/(1 - c)$ starts a box that $y - g(\cdot)$ then shrinks."""
         if not box.is_bounded:
             return Box.everything(box.shape)
-        c = math.exp(self._log_c(box)) * (1 + 1e-15)
-        if c >= 1 or box.log_radius > 700:
+        log_c = self._log_c(box)
+        c, log_move = exp_up(log_c), log_product(log_c, box.log_radius)
+        if c >= 1 or log_move > 700:
             return Box.everything(box.shape)
         given = context if self._context else None
         at_center = certify.enclose(self.g, Box.point(box.center), given)
         if not at_center.is_bounded:
             return Box.everything(box.shape)
-        value = float(torch.maximum(at_center.low.abs(), at_center.high.abs()).norm())
-        reach = (value + c * math.exp(box.log_radius)) / (1 - c) * (1 + 1e-12)
+        value = exp_up(log_norm(torch.maximum(at_center.low.abs(), at_center.high.abs())))
+        reach = (value + exp_up(log_move)) / (1 - c) * (1 + 1e-12)
         found = Box.outward(box.low - reach, box.high + reach)
         for _ in range(8):
             g = certify.ball_and_interval(self.g, found, given)
@@ -287,8 +290,7 @@ class _ImplicitInverse(torch.autograd.Function):
             whole = torch.zeros_like(value).index_copy(0, rows, u)
             return torch.autograd.grad(value, inner, whole, retain_graph=True)[0][rows]
 
-        size = grad.flatten(1).double().norm(dim=1)
-        target = (4 * torch.finfo(grad.dtype).eps * size).to(grad.dtype)
+        target = norms(4 * torch.finfo(grad.dtype).eps * grad.double())
         u = solve_fixed_point(pull, grad, target, max_evaluations=block.max_evaluations).x
         wanted = [other for other in others if other.requires_grad]
         pulled = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()

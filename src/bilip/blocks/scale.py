@@ -11,14 +11,15 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.bounds import Box
+from bilip.bounds import TINY, Box
 from bilip.errors import InputError
+from bilip.nets.readable import as_born
 
 __all__ = [
     "EXP",
@@ -56,7 +57,16 @@ class Suprema(NamedTuple):
 
 
 class Scale(ABC):
-    """A positive, increasing function g of the raw scale."""
+    """A positive, increasing function g of the raw scale.
+
+    A subclass that overrides it states `suprema` and `enclose` anew.
+    """
+
+    proof_methods: ClassVar[tuple[str, ...]] = ("suprema", "enclose")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        as_born(cls)
 
     @abstractmethod
     def __call__(self, s: Tensor) -> Tensor:
@@ -80,7 +90,8 @@ class Scale(ABC):
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
-        return Box(self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP)
+        low, high = self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP
+        return Box((low - TINY).clamp_min(0.0), high + TINY)  # what underflows is positive all the same
 
     def spec(self) -> dict[str, float | str]:
         """Class and numbers, for a JSON config; `scale_from` reads it back."""

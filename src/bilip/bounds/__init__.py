@@ -11,16 +11,33 @@ constants are logarithms, because products over a network overflow, and every op
 
 from bilip.bounds.bilipschitz import BiLipschitz, BlockBound
 from bilip.bounds.box import Box
-from bilip.bounds.logs import EPS, as_float64, log_of, log_product, log_sum, log_triangular_norm
+from bilip.bounds.logs import (
+    EPS,
+    TINY,
+    as_float64,
+    exp_down,
+    exp_up,
+    log_norm,
+    log_of,
+    log_product,
+    log_sum,
+    log_triangular_norm,
+    norms,
+)
 
 __all__ = [
     "EPS",
+    "TINY",
     "BiLipschitz",
     "BlockBound",
     "Box",
     "as_float64",
+    "exp_down",
+    "exp_up",
+    "log_norm",
     "log_of",
     "log_product",
     "log_sum",
     "log_triangular_norm",
+    "norms",
 ]

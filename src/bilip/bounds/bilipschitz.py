@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bilip.bounds.box import Box
-from bilip.bounds.logs import EPS, INF, log_of, log_product
+from bilip.bounds.logs import INF, exp_down, exp_up, log_of, log_product
 from bilip.errors import InputError
 
 __all__ = ["BiLipschitz", "BlockBound"]
@@ -94,22 +94,22 @@ class BiLipschitz:
     @property
     def forward(self) -> float:
         """Upper bound on Lip(F)."""
-        return _exp_up(self.log_forward)
+        return exp_up(self.log_forward)
 
     @property
     def inverse(self) -> float:
         """Upper bound on Lip(F^-1)."""
-        return _exp_up(self.log_inverse)
+        return exp_up(self.log_inverse)
 
     @property
     def forward_lower(self) -> float:
         r"""Lower bound on Lip(F): $1 / L^*$, by the paper's remark on reversing the inequality."""
-        return _exp_down(-self.log_inverse)
+        return exp_down(-self.log_inverse)
 
     @property
     def inverse_lower(self) -> float:
         r"""Lower bound on Lip(F^-1): $1 / L$."""
-        return _exp_down(-self.log_forward)
+        return exp_down(-self.log_forward)
 
     def then(self, after: BiLipschitz) -> BiLipschitz:
         """The bound of the composition: first this map, then `after`, whose domain must enclose this map's image."""
@@ -220,17 +220,6 @@ def _one_of(name: str, value: float | None, log: float | None) -> float:
     if math.isnan(log):  # type: ignore[arg-type]
         raise InputError(f"BiLipschitz: log_{name} is NaN.")
     return float(log)  # type: ignore[arg-type]
-
-
-def _exp_up(log: float) -> float:
-    try:
-        return math.exp(log) * (1 + 4 * EPS) if log < INF else INF
-    except OverflowError:
-        return INF
-
-
-def _exp_down(log: float) -> float:
-    return max(0.0, math.exp(min(log, 700.0)) * (1 - 4 * EPS)) if log > -INF else 0.0
 
 
 def _log10(log: float) -> str:

@@ -7,10 +7,24 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["EPS", "INF", "as_float64", "log_norm", "log_of", "log_product", "log_sum", "log_triangular_norm"]
+__all__ = [
+    "EPS",
+    "INF",
+    "TINY",
+    "as_float64",
+    "exp_down",
+    "exp_up",
+    "log_norm",
+    "log_of",
+    "log_product",
+    "log_sum",
+    "log_triangular_norm",
+    "norms",
+]
 
 EPS = 2.0**-52
 INF = math.inf
+TINY = 2.0**-1022  # below it float64 keeps no relative precision, and some machines flush to zero
 
 
 def as_float64(value: object) -> Tensor:
@@ -24,6 +38,28 @@ def log_of(value: float) -> float:
         return -INF
     log = math.log(value) if value < INF else INF
     return log + 2 * EPS * (1 + abs(log))
+
+
+def exp_up(log: float) -> float:
+    """The number with this natural logarithm, rounded up: never 0 unless the logarithm is `-inf`, and `inf` on overflow.
+
+    Example:
+        >>> exp_up(-1e6), exp_up(1e6)
+        (5e-324, inf)
+    """
+    if log == -INF:
+        return 0.0
+    return math.nextafter(math.exp(log) * (1 + 4 * EPS), INF) if log < 709.7 else INF
+
+
+def exp_down(log: float) -> float:
+    """The number with this natural logarithm, rounded down; at most the largest finite number.
+
+    Example:
+        >>> exp_down(-1e6), exp_down(0.0) <= 1
+        (0.0, True)
+    """
+    return max(0.0, math.nextafter(math.exp(min(log, 709.7)) * (1 - 4 * EPS), 0.0)) if log > -INF else 0.0
 
 
 def log_sum(*logs: float) -> float:
@@ -62,6 +98,29 @@ def log_triangular_norm(log_off_diagonal: float, log_diagonal: float) -> float:
     squared = (one**2 + m**2 + d**2 + root) / 2
     log = top + math.log(squared) / 2
     return log + 16 * EPS * (1 + abs(log))
+
+
+def norms(values: Tensor) -> Tensor:
+    """Euclidean norms of the samples of a batch in float64, shape `(batch,)`, rounded up; no square overflows or underflows.
+
+    `inf` where a sample holds NaN or Inf, or where the norm itself is too large for float64.
+
+    Example:
+        >>> norms(torch.tensor([[3e200, 4e200], [3e-200, 4e-200]], dtype=torch.float64))
+        tensor([5.0000e+200, 5.0000e-200], dtype=torch.float64)
+    """
+    flat = values.detach().flatten(1)
+    slack = 1 + (flat.shape[1] + 8) * EPS
+    if not flat.shape[1]:
+        return torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
+    if flat.dtype != torch.float64:  # squares of the other dtypes are far inside float64
+        return (flat.double().norm(dim=1) * slack).nan_to_num(INF, INF)
+    top = flat.abs().amax(1)
+    known = (top > 0) & (top < INF)
+    scaled = flat / torch.where(known, top, 1.0)[:, None]
+    size = top * (scaled.square().sum(1).sqrt() * slack)
+    size = torch.where(known, torch.nextafter(size, size.new_full((), INF)), top)
+    return size.nan_to_num(INF, INF)
 
 
 def log_norm(vector: Tensor) -> float:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+import warnings
+from typing import Any
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; a `BilipError` becomes one line and exit code 2, Ctrl-C exit code 130."""
+    """Run the command line; an error is one line, with the exit codes that `docs/cli.md` lists."""
     try:
         from bilip.cli.app import app
     except ImportError as error:
-        _end(f"the command line needs {error.name}: pip install 'bilip[cli]'", 2)
-    from bilip.errors import BilipError
+        print(f"bilip: the command line needs {error.name}: pip install 'bilip[cli]'", file=sys.stderr)
+        sys.exit(2)
+    from bilip.cli._door import end
 
+    warnings.filterwarnings("ignore", message=".*deprecated")  # for the developers of libraries
+    shown, warnings.showwarning = warnings.showwarning, _note
     try:
         app()
-    except BilipError as error:
-        _end(str(error), 2)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a folder that cannot be written, a disk that is full
-        _end(f"{error.filename or 'the system says'}: {error.strerror or error}", 2)
-    except SystemExit as end:
-        if end.code == 130:  # what typer makes of Ctrl-C
-            _end("stopped", 130)
-        raise
-    except KeyboardInterrupt:
-        _end("stopped", 130)
+    except KeyboardInterrupt:  # while arguments were read
+        end("stopped", 130)
+    finally:
+        warnings.showwarning = shown
 
 
-def _end(text: str, code: int) -> NoReturn:
-    print(f"bilip: {' '.join(text.split())}", file=sys.stderr)
-    sys.exit(code)
+def _note(message: Warning | str, *_: Any) -> None:
+    """A warning as one line, without the place in the code that it comes from."""
+    print(f"bilip: note: {' '.join(str(message).split())}", file=sys.stderr)

@@ -32,24 +32,36 @@ def load_model(target: str, device: str | None = None) -> Adapted:
     if callable(model) and not isinstance(model, (torch.nn.Module, torch.distributions.Transform)):
         try:
             model = model()
-        except BilipError:
+        except (BilipError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise InputError(f"{target} raised {_text(error)}.") from error
     try:
         adapted = adapt(model)
     except BilipError as error:
         raise InputError(f"{target} gave an object of type {type(model).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(
+            f"{target} gave an object of type {type(model).__name__}, which raised {_text(error)}."
+        ) from error
     if device is not None:
         try:
             adapted.bijection.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either where a device is missing
-            raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # torch raises several kinds where a device is missing
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"--device {device}: {text:.300}") from error
+    empty = [name for name, value in adapted.bijection.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty:
+        raise InputError(
+            f"{target} is on the device meta, where tensors have no numbers ({empty[0]}). Load its weights first, and use another --device."
+        )
     return adapted
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".: ")
+    return f"{type(error).__name__}: {error!s:.300}".rstrip(".: ")
 
 
 def _import(target: str) -> object:
@@ -59,11 +71,11 @@ def _import(target: str) -> object:
     sys.path.insert(0, "")
     try:
         found = importlib.import_module(module)
-    except BilipError:
+    except (BilipError, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:
         raise InputError(f"{target}: {error}. Run bilip in the folder that holds it, or install it.") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise InputError(f"importing the module {module!r} raised {_text(error)}.") from error
     finally:
         sys.path.remove("")

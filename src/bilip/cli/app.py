@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 import bilip
+from bilip.cli._door import door
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
+from bilip.cli.data import data
 from bilip.cli.demo import demo
 from bilip.cli.report import compare, report
 from bilip.cli.reproduce import reproduce
@@ -20,8 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (audit, report, compare, bounds, demo, reproduce):
-    app.command()(verb)
+for verb in (audit, report, compare, bounds, demo, reproduce, data):
+    app.command()(door(verb))
 
 
 @app.callback(invoke_without_command=True)

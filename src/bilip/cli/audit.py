@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from bilip.cli._bar import bar
+from bilip.cli._door import Stop
 from bilip.errors import InputError
 
-__all__ = ["audit", "require_writable"]
+__all__ = ["audit", "require_page", "require_writable"]
 
 
 def audit(
@@ -31,6 +32,10 @@ def audit(
         ),
     ] = "uniform,gaussian,rademacher",
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "standard",
+    time: Annotated[
+        float | None,
+        typer.Option(help="Seconds that the audit may take; what does not fit is recorded as not measured."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the record as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML page.")] = None,
     require: Annotated[
@@ -52,6 +57,7 @@ def audit(
         raise InputError(f"--require {unknown[0]}: expected {', '.join(USES)}.")
     for path in (out, html):
         require_writable(path)
+    require_page(html)
 
     import bilip
     from bilip import report
@@ -59,32 +65,45 @@ def audit(
 
     model = load_model(target, device)
     sources = _sources(data)
-    with bar() as running:
-        task = running.add_task("auditing", total=1.0)
-        record = bilip.audit(
-            model,
-            sources,
-            ood=_listed(ood),
-            budget=budget,
-            probes=_listed(probes) or None,
-            bits=bits,
-            seed=seed,
-            name=target,
-            command=shlex.join(["bilip", *sys.argv[1:]]),
-            keep_interrupted=True,
-            progress=lambda text, share: running.update(task, description=text, completed=share),
-        )
-    if out is not None:  # first of all: what was measured must not be lost
-        record.save(out)
-    report.print_terminal(record)
-    shown = Console(highlight=False, soft_wrap=True)
-    if out is not None:
-        shown.print(f"wrote {out}", markup=False)
-    if html is not None:
-        report.write_html(record, html)
-        shown.print(f"wrote {html}", markup=False)
+    with Stop() as stop:
+        with bar() as running:
+            task = running.add_task("auditing", total=1.0)
+
+            def show(text: str, share: float) -> None:
+                if share < 1:  # else all is measured, and is written first
+                    stop.check()
+                running.update(task, description=text, completed=share)
+
+            record = bilip.audit(
+                model,
+                sources,
+                ood=_listed(ood),
+                budget=budget,
+                time=time,
+                probes=_listed(probes) or None,
+                bits=bits,
+                seed=seed,
+                name=target,
+                command=shlex.join(["bilip", *sys.argv[1:]]),
+                keep_interrupted=True,
+                progress=show,
+            )
+            stop.late = True
+        if out is not None:  # first of all: what was measured must not be lost
+            record.save(out)
+        report.print_terminal(record)
+        shown = Console(highlight=False, soft_wrap=True)
+        if out is not None:
+            shown.print(f"wrote {out}", markup=False)
+        if html is not None:
+            report.write_html(record, html)
+            shown.print(f"wrote {html}", markup=False)
+        stop.check()
     if record.settings["stopped"]:
         raise KeyboardInterrupt
+    if required and record.settings["ended"]:
+        print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
+        raise typer.Exit(1)
     failed = [use for use in required if record.verdicts[use].status.value != "safe"]
     if failed:
         states = ", ".join(f"{use} is {record.verdicts[use].status.value}" for use in failed)
@@ -106,6 +125,15 @@ def _sources(entries: list[str]) -> dict[str, str]:
             raise InputError(f"--data: two sources are called {name!r}. Give each a name, as in --data other={path}.")
         found[name] = path
     return found
+
+
+def require_page(path: Path | None) -> None:
+    """Say what a page needs before a long audit, not after it."""
+    if path is not None:
+        from bilip.report.extras import need
+
+        for module in ("jinja2", "markupsafe", "plotly.offline"):
+            need(module, "the HTML page")
 
 
 def require_writable(path: Path | None) -> None:

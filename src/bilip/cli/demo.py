@@ -30,9 +30,10 @@ def demo(
 ) -> None:
     """Audit three small flows, trained on a checkerboard on [-4, 4]², on their data and around it, and write the page."""
     from bilip import report
-    from bilip.cli.audit import require_writable
+    from bilip.cli.audit import require_page, require_writable
 
     require_writable(html)
+    require_page(html)
     records: dict[str, AuditRecord] = {}
     console = Console(highlight=False)
     with bar() as shown:

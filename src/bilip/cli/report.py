@@ -18,10 +18,11 @@ def report(
 ) -> None:
     """Show a record on the terminal, as Markdown or as an HTML page."""
     from bilip import report as pages
-    from bilip.cli.audit import require_writable
+    from bilip.cli.audit import require_page, require_writable
     from bilip.record import AuditRecord
 
     require_writable(html)
+    require_page(html)
     found = AuditRecord.load(record)
     if markdown:
         typer.echo(pages.to_markdown(found))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bilip.cli._bar import bar
-from bilip.errors import InputError
+from bilip.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from bilip.recipes import Outcome
@@ -33,6 +34,15 @@ def reproduce(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change the configuration: key=value. Repeatable.")
     ] = None,
+    parts: Annotated[str | None, typer.Option(help="Comma-separated: some parts of the recipe alone.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Save and stop training after so many minutes (exit code 75); run again to go on."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the data: BILIP_DATA or .data.")] = None,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Train nothing; table and figures of the parts in NAME/parts.")
+    ] = False,
     list_: Annotated[
         bool, typer.Option("--list", help="Show the recipes, their cost and what there is of results.")
     ] = False,
@@ -45,11 +55,22 @@ def reproduce(
         return
     if name is None:
         raise InputError(f"which recipe? There are {', '.join(names())}; bilip reproduce --list says more.")
+    options = {
+        "size": size,
+        "device": device,
+        "devices": devices,
+        "out": out,
+        "changes": changes or [],
+        "parts": None if parts is None else [part.strip() for part in parts.split(",") if part.strip()],
+        "minutes": minutes,
+        "data": data,
+        "collect": collect,
+    }
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one of several processes: the first one speaks
-        _run(name, size, seeds, device, devices, 1, out, changes or [], Console(quiet=True))
+        _run(name, seeds, 1, Console(quiet=True), options)
         return
     console = Console(highlight=False)
-    outcome = _run(name, size, seeds, device, devices, jobs, out, changes or [], console)
+    outcome = _run(name, seeds, jobs, console, options)
     console.print(_table(outcome))
     other = [", ".join(outcome.differences) + "."] if outcome.differences else []
     for title, notes in (
@@ -64,11 +85,13 @@ def reproduce(
     )
 
 
-def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Outcome:
+def _run(name: str, seeds: str, jobs: int, console: Console, options: dict[str, Any]) -> Outcome:
     from bilip.recipes import find
     from bilip.recipes import reproduce as run
 
-    recipe = find(name)
+    recipe, size = find(name), options["size"]
+    if importlib.util.find_spec("matplotlib") is None:  # said before a long run, not after it
+        raise MissingExtra("the figures need matplotlib: pip install 'bilip[train]'.")
     if size in recipe.cost:
         console.print(f"[bold]{recipe.name}[/bold] ({recipe.where}): {recipe.claim}\n{size}: {recipe.cost[size]}")
     try:
@@ -77,7 +100,7 @@ def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Out
         raise InputError(f"--seeds {seeds}: expected whole numbers, as in 0,1,2.") from error
     if jobs < 0:
         raise InputError(f"--jobs {jobs}: expected 0 or more.")
-    jobs = jobs or (1 if devices > 1 else min(4, os.cpu_count() or 1))
+    jobs = jobs or (1 if options["devices"] > 1 else min(4, os.cpu_count() or 1))
     with bar(quiet=console.quiet) as shown:
         tasks: dict = {}
 
@@ -86,9 +109,7 @@ def _run(name, size, seeds, device, devices, jobs, out, changes, console) -> Out
                 tasks[which] = shown.add_task(which, total=1.0)
             shown.update(tasks[which], description=f"{which}: {what}", completed=share)
 
-        return run(
-            name, size, seeds=chosen, device=device, devices=devices, out=out, changes=changes, jobs=jobs, progress=show
-        )
+        return run(name, seeds=chosen, jobs=jobs, progress=show, **options)
 
 
 def _table(outcome: Outcome) -> Table:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from bilip.data.files import open_file
+from bilip.data.image_sets import IMAGE_SETS, image_set
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import ArrayRows, Rows, TensorRows
 from bilip.data.source import Source
@@ -27,7 +28,8 @@ def as_source(name: str, value: Any, *, role: str | None = None) -> Source:
         name: Name in reports.
         value: A tensor; a numpy array; a pair `(x, context)` of these; the path of an `.npy` file; of an `.npz` or
             `.safetensors` file with an array `x` (or only one) and optionally `context`; of a folder of PNG or JPEG
-            images of one size; or a `Source`, which is returned. Bytes (uint8) become floats in [0, 1] and images
+            images of one size; the name of an image set that `bilip data` prepared, `"svhn"` or `"cifar10:test"`; or a `Source`,
+            which is returned. Bytes (uint8) become floats in [0, 1] and images
             with channels last get them first.
         role: `"data"` or `"ood"`; by default `"ood"` where the name begins with a kind of noise, otherwise `"data"`.
 
@@ -65,8 +67,12 @@ def _open(value: Any) -> tuple[Rows, Rows | None, str]:
         return ArrayRows(value), None, f"array, {value.dtype}"
     if isinstance(value, (str, os.PathLike)):
         path = Path(value)
-        if not path.exists() and isinstance(value, str) and value.partition(":")[0] in NOISE_NAMES:
+        if not os.path.exists(path) and isinstance(value, str) and value.partition(":")[0] in NOISE_NAMES:
             raise InputError(f"{value!r} is a kind of noise, not a file: pass bilip.data.noise({value!r}, data).")
+        if not path.exists() and isinstance(value, str) and value.partition(":")[0] in IMAGE_SETS:
+            name, _, split = value.partition(":")
+            images = image_set(name, split or None)
+            return TensorRows(images.x), None, f"{len(images)} images of {name}"
         rows, context = open_file(path)
         return rows, context, path.name or str(path)
     if isinstance(value, tuple) and len(value) == 2:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,41 +14,42 @@ from torch import Tensor
 
 from bilip.data.rows import ArrayRows, Rows, torch_dtype
 from bilip.errors import InputError, MissingExtra
+from bilip.record.files import open_regular
+from bilip.record.header import read_header
 
 __all__ = ["open_file"]
 
 READABLE = ".npy, .npz, .safetensors, or a folder of PNG or JPEG images"
+MOST = 2**50  # bytes of a file, which is read row by row
+MOST_ROW = 2**30  # bytes of one sample
+MOST_WHOLE = 2**33  # bytes of an array that has to be unpacked as a whole
+DTYPES = {"F16", "BF16", "F32", "F64", "U8", "I8", "I16", "I32", "I64", "BOOL"}
 
 
 def open_file(path: Path) -> tuple[Rows, Rows | None]:
     """The samples and the contexts of a file or of a folder of images; nothing in a file is executed."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist.")
-    if path.is_dir():
-        from bilip.data.folder import FolderRows
-
-        return FolderRows(path), None
-    openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
-    if path.suffix.lower() not in openers:
-        raise InputError(f"{path} is not of a kind that is read here: expected {READABLE}.")
     try:
+        if not path.exists():
+            raise InputError(f"{path} does not exist.")
+        if path.is_dir():
+            from bilip.data.folder import FolderRows
+
+            return FolderRows(path), None
+        openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
+        if path.suffix.lower() not in openers:
+            raise InputError(f"{path} is not of a kind that is read here: expected {READABLE}.")
         return openers[path.suffix.lower()](path)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        if isinstance(error, InputError):
-            raise
+    except (InputError, MissingExtra):
+        raise
+    except Exception as error:  # a broken archive can raise almost anything
         # zipfile knows more ways of packing than Python can undo
-        unknown = isinstance(error, NotImplementedError)
+        unknown = isinstance(error, NotImplementedError) or "encrypted" in str(error)
         advice = "Save it again with numpy." if unknown else "It may be truncated: copy it again."
         raise InputError(f"{path} cannot be read: {_line(error)}. {advice}") from error
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _refuse_objects(where: str, dtype: np.dtype) -> None:
-    if dtype.hasobject:
-        raise InputError(f"{where} holds Python objects, which could run code when loaded: save plain numbers instead.")
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")[:300]
 
 
 def choose(path: Path, names: list[str]) -> tuple[str, str | None]:
@@ -62,26 +64,45 @@ def choose(path: Path, names: list[str]) -> tuple[str, str | None]:
     raise InputError(f"{path} holds {held}: expected an array 'x', or one array alone, and optionally 'context'.")
 
 
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _header(file: IO[bytes], where: str, size: int) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype of an array in a file of `size` bytes, which has to be long enough for them."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"version {version} of the .npy format is not known here")
+        shape, columns_first, dtype = np.lib.format.read_array_header_1_0(file)
+    elif version == (2, 0):
+        shape, columns_first, dtype = np.lib.format.read_array_header_2_0(file)
+    else:
+        raise ValueError(f"version {version} of the .npy format is not known here")
+    if dtype.hasobject:
+        raise InputError(f"{where} holds Python objects, which could run code when loaded: save plain numbers instead.")
+    if type(columns_first) is not bool or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise ValueError(f"its header says that the shape is {shape!r:.60}")
+    torch_dtype(dtype)
+    _require_rows(where, shape, dtype.itemsize)
+    wanted, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if wanted > there:
+        raise ValueError(f"an array of shape {shape!r:.60} has {wanted:,} bytes, the file has {max(0, there):,} for it")
+    return shape, columns_first, dtype
+
+
+def _require_rows(where: str, shape: tuple[int, ...], width: int) -> None:
+    if not shape:
+        raise InputError(f"{where} is a single number: expected shape (count, ...).")
+    if len(shape) > 32 or math.prod(shape[1:]) * width > MOST_ROW:
+        raise InputError(f"{where} has shape {shape!r:.60}: one sample may have at most {MOST_ROW:,} bytes.")
 
 
 def _npy(path: Path) -> tuple[Rows, None]:
-    with path.open("rb") as file:
-        shape, _, dtype = _header(file)
-    _refuse_objects(str(path), dtype)
-    if 0 in shape:
-        return ArrayRows(np.empty(shape, dtype)), None
-    return ArrayRows(np.lib.format.open_memmap(path, mode="r")), None
+    with open_regular(path, most=MOST) as file:
+        shape, columns_first, dtype = _header(file, str(path), os.fstat(file.fileno()).st_size)
+        if 0 in shape:
+            return ArrayRows(np.empty(shape, dtype)), None
+        order = "F" if columns_first else "C"
+        return ArrayRows(np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)), None
 
 
 def _npz(path: Path) -> tuple[Rows, Rows | None]:
-    with zipfile.ZipFile(path) as archive:
+    with open_regular(path, most=MOST) as file, zipfile.ZipFile(file) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
     x, context = choose(path, names)
     return _ZipRows.open(path, x), None if context is None else _ZipRows.open(path, context)
@@ -98,15 +119,17 @@ class _ZipRows(Rows):
 
     @staticmethod
     def open(path: Path, name: str) -> Rows:
-        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
-            shape, columns_first, dtype = _header(file)
-            _refuse_objects(f"{path}, array {name!r},", dtype)
-            if not shape:
-                raise InputError(f"{path}, array {name!r}, is a single number: expected shape (count, ...).")
-            if not columns_first:
-                return _ZipRows(path, name, shape, dtype)
-        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
-            return ArrayRows(np.lib.format.read_array(file, allow_pickle=False))
+        where = f"{path}, array {name!r},"
+        with open_regular(path, most=MOST) as raw, zipfile.ZipFile(raw) as archive:
+            size = archive.getinfo(f"{name}.npy").file_size
+            with archive.open(f"{name}.npy") as file:
+                shape, columns_first, dtype = _header(file, where, size)
+                if not columns_first or len(shape) < 2:
+                    return _ZipRows(path, name, shape, dtype)
+                if size > MOST_WHOLE:
+                    raise InputError(f"{where} is stored by columns, {size:,} bytes: save it by rows, or as .npy.")
+                whole = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype)
+                return ArrayRows(whole.reshape(shape, order="F"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -115,12 +138,16 @@ class _ZipRows(Rows):
         width = self.numpy_dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
         try:
             if self._file is None:
-                self._file = zipfile.ZipFile(self.path).open(f"{self.name}.npy")  # noqa: SIM115 (kept open between reads)
-                _header(self._file)
+                raw = open_regular(self.path, most=MOST)
+                archive = zipfile.ZipFile(raw)
+                self._file = archive.open(f"{self.name}.npy")  # kept open between reads
+                _header(self._file, str(self.path), archive.getinfo(f"{self.name}.npy").file_size)
                 self._begin = self._file.tell()
             self._file.seek(self._begin + start * width)
             raw = self._file.read((stop - start) * width)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except InputError:
+            raise
+        except Exception as error:  # a broken archive can raise almost anything
             raise InputError(f"{self.path}, array {self.name!r}, cannot be read: {_line(error)}.") from error
         if len(raw) < (stop - start) * width:
             raise InputError(f"{self.path}, array {self.name!r}, ends early: it is truncated.")
@@ -133,11 +160,22 @@ def _safetensors(path: Path) -> tuple[Rows, Rows | None]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise MissingExtra(f"reading {path} needs safetensors: pip install 'bilip[train]'.") from error
+    with open_regular(path, most=MOST) as raw:
+        header = read_header(
+            raw,
+            os.fstat(raw.fileno()).st_size,
+            lambda why: InputError(f"{path} cannot be read: {why}. It may be truncated: copy it again."),
+        )
+    x, context = choose(path, list(header.tensors))
+    for name in (x,) if context is None else (x, context):
+        entry, where = header.tensors[name], f"{path}, tensor {name!r},"
+        if entry.dtype not in DTYPES:
+            raise InputError(f"{where} holds {entry.dtype}: expected {', '.join(sorted(DTYPES))}. Save it as F32.")
+        _require_rows(where, entry.shape, 8)
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    x, context = choose(path, list(file.keys()))
     return _SliceRows(path, file, x), None if context is None else _SliceRows(path, file, context)
 
 
@@ -147,8 +185,6 @@ class _SliceRows(Rows):
     def __init__(self, path: Path, file: Any, name: str) -> None:
         self._slice = file.get_slice(name)
         shape = tuple(self._slice.get_shape())
-        if not shape:
-            raise InputError(f"{path}, tensor {name!r}, is a single number: expected shape (count, ...).")
         super().__init__(shape[0], shape[1:], self._slice[0:0].dtype)
 
     def read(self, start: int, stop: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from torch import Tensor
 
 from bilip.data.rows import Rows
 from bilip.errors import InputError, MissingExtra
+from bilip.record.files import open_regular
 
 __all__ = ["FolderRows"]
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
+MOST = 2**30  # bytes of one file
 GREY, COLOUR = ("1", "L", "LA"), ("P", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
@@ -54,17 +59,26 @@ class FolderRows(Rows):
             with _open(image, path) as file:
                 try:
                     pixels = np.asarray(file.convert(self.mode))
-                except (OSError, ValueError, SyntaxError) as error:
-                    raise InputError(f"{path} cannot be decoded ({error}): copy it again.") from error
+                except Exception as error:  # a broken image can raise almost anything
+                    raise InputError(f"{path} cannot be decoded ({error!s:.200}): copy it again.") from error
+            if pixels.size != out[k].size:
+                raise InputError(f"{path} has changed since its size was read.")
             out[k] = pixels.reshape(*self.shape[1:], self.shape[0]).transpose(2, 0, 1)
         return torch.from_numpy(out)
 
 
-def _open(image: Any, path: Path) -> Any:
-    try:
-        return image.open(path)
-    except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
-        raise InputError(f"{path} is not a readable image ({error}).") from error
+@contextlib.contextmanager
+def _open(image: Any, path: Path) -> Iterator[Any]:
+    """An image, of one of the two formats only: some others are programs, which pillow would hand to an interpreter."""
+    with open_regular(path, most=MOST) as file:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", image.DecompressionBombWarning)
+                found = image.open(file, formats=("PNG", "JPEG"))
+        except Exception as error:  # a broken image can raise almost anything
+            raise InputError(f"{path} is not a readable image ({error!s:.200}).") from error
+        with found:
+            yield found
 
 
 def _pillow() -> Any:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from bilip.errors import InputError
+from bilip.record.files import read_file
 
 __all__ = ["load_plain"]
+
+MOST = 2**31  # bytes of a file
 
 
 class _DType:
@@ -52,22 +56,37 @@ class _Array:
         return flat.reshape(shape, order="F" if columns_first else "C").copy(order="C")
 
 
-def _reconstruct(*_: Any) -> _Array:
-    return _Array()
+class _Function:
+    """Stands for a function; a pickle can call it, and cannot change it."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it changes a function")
 
 
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError(f"text in {encoding!r}")
-    return text.encode("latin1")
+class _Reconstruct(_Function):
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> _Array:
+        return _Array()
+
+
+class _Encode(_Function):
+    __slots__ = ()
+
+    def __call__(self, text: str, encoding: str = "latin1") -> bytes:
+        if not isinstance(text, str) or encoding != "latin1":
+            raise pickle.UnpicklingError(f"text in {encoding!r:.40}")
+        return text.encode("latin1")
 
 
 _STAND_INS = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "_reconstruct"): _Reconstruct(),
+    ("numpy._core.multiarray", "_reconstruct"): _Reconstruct(),
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _DType,
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): _Encode(),
 }
 
 
@@ -93,10 +112,19 @@ def load_plain(path: str | Path) -> dict[Any, Any]:
         ...     load_plain(path)
         {'data': array([0, 1, 2], dtype=uint8), 'labels': [1, 2]}
     """
+    data = read_file(path, most=MOST)
     try:
-        content = _PlainUnpickler(io.BytesIO(Path(path).read_bytes()), encoding="bytes").load()
+        _require_modest(data)
+        content = _PlainUnpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(content, dict):
             raise pickle.UnpicklingError(f"it holds {type(content).__name__}, not a dictionary")
         return {key: value.resolve() if isinstance(value, _Array) else value for key, value in content.items()}
     except Exception as error:  # a broken pickle can raise almost anything
-        raise InputError(f"{path} cannot be read as a plain pickle: {error}.") from error
+        raise InputError(f"{path} cannot be read as a plain pickle: {error!s:.300}.") from error
+
+
+def _require_modest(data: bytes) -> None:
+    """A pickle numbers what it remembers; a number far beyond its own length would only fill the memory."""
+    for code, number, _ in pickletools.genops(data):
+        if "PUT" in code.name and isinstance(number, int) and number > len(data):
+            raise pickle.UnpicklingError(f"it remembers something as number {number}")

@@ -15,6 +15,7 @@ from bilip.errors import InputError
 __all__ = ["Batch", "Source", "Statistics"]
 
 ROLES = ("data", "ood")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Source:
         if rows.dtype == torch.uint8:
             rows, note = pixels(rows)
             description = f"{description}, {note}" if description else note
-        if not rows.dtype.is_floating_point:
+        if rows.dtype not in FLOATS:
             raise self._error(
                 f"the data are {str(rows.dtype).removeprefix('torch.')}: expected floats, or uint8 pixels. Convert "
                 "them to float32 in the units that the model was trained on."

@@ -1,27 +1,41 @@
 """Save and load models: a folder with `config.json` and `model.safetensors`.
 
 Loading calls the functions of `bilip.models` that the config names and fills in numbers; nothing in the files is
-executed.
+executed. Each file holds the SHA-256 of itself, and the weights hold the config that they belong to. Files are compared with each
+other before a model is built.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import bilip
 from bilip.blocks import Bijection, Flow
-from bilip.errors import CheckpointError, MissingExtra
+from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.models._config import build, config_of, remembers
 from bilip.record import write_aside
+from bilip.record.checksum import UNSEALED, is_whole, seal
+from bilip.record.files import read_file
+from bilip.record.header import Header, read_header
+from bilip.record.plain import parse_json
 
 __all__ = ["flow", "load", "save"]
 
 FORMAT = "bilip-model"
-VERSION = 1
+VERSION = 2  # 1 had no checksums
+MISSING = "does not exist; a checkpoint is a folder with config.json and model.safetensors."
+ADVICE = "It may be truncated: copy or save it again."
+MOST_CONFIG, MOST_WEIGHTS = 2**24, 2**37
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+OTHERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
+OTHERS |= {"I64": torch.int64}
 
 
 @remembers
@@ -51,73 +65,110 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if isinstance(model, Flow) and not hasattr(model, "config") and model.base == "normal":
         model = flow(model.bijection)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
-    document = {"format": FORMAT, "version": VERSION, "bilip": bilip.__version__, "dtype": dtype, **config_of(model)}
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    document = {"format": FORMAT, "version": VERSION, "sha256": UNSEALED, "bilip": bilip.__version__, "dtype": dtype}
+    document |= config_of(model)
+    text = seal((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    metadata = {"format": "pt", "bilip": json.dumps(document, allow_nan=False)}
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     # The weights first: a folder with new weights and an old config fails to load; it never loads as something else.
-    write_aside(target / "model.safetensors", safetensors.save(state, metadata={"format": "pt"}))
+    write_aside(target / "model.safetensors", seal(safetensors.save(state, metadata=metadata)))
     write_aside(target / "config.json", text)
 
 
 def load(folder: str | Path) -> Any:
     """Read a model from a folder that `save` wrote.
 
+    Checkpoints of bilip 0.1 have no checksum; they load, with a warning that says so.
+
     Raises:
-        CheckpointError: A file is missing, truncated, foreign, or does not fit the model.
+        CheckpointError: A file is missing, truncated, foreign, damaged, or does not fit the model.
     """
     safetensors = _safetensors()
     source = Path(folder)
-    model = build(_read_config(source / "config.json"))
-    weights = source / "model.safetensors"
-    try:
-        state: dict[str, Tensor] = safetensors.load(weights.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{weights} does not exist; a checkpoint is a folder with config.json and model.safetensors."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(
-            f"{weights} is not a readable safetensors file ({error}). It may be truncated: copy or save it again."
-        ) from error
-    wanted = model.state_dict()
-    missing, extra = sorted(set(wanted) - set(state)), sorted(set(state) - set(wanted))
-    shapes = [
-        f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k].shape)}"
-        for k in wanted
-        if k in state and state[k].shape != wanted[k].shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"{weights} does not fit its config: missing {_some(missing)}; unexpected {_some(extra)}; shapes "
-            f"{_some(shapes)}."
+    document, weights = _read_config(source / "config.json"), source / "model.safetensors"
+    data = read_file(weights, most=MOST_WEIGHTS, error=CheckpointError, missing=MISSING)
+    header = read_header(
+        io.BytesIO(data),
+        len(data),
+        lambda why: CheckpointError(f"{weights} is not a readable safetensors file ({why}). {ADVICE}"),
+    )
+    if document["version"] == 1:
+        warnings.warn(
+            f"{source} has no checksums, as in bilip 0.1: damage would go unnoticed. Save it again.", stacklevel=2
         )
-    floats = {value.dtype for value in state.values() if value.is_floating_point()}
-    if len(floats) == 1:
-        model.to(floats.pop())
-    model.load_state_dict(state)
+    if document["version"] > 1 or "bilip" in header.metadata:
+        _require_whole(weights, data, header, document)
+    try:
+        model = build(document, tensors=len(header.tensors), numbers=header.numbers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source / 'config.json'}: {error}") from error
+    _require_fitting(weights, header, model)
+    try:
+        state: dict[str, Tensor] = safetensors.load(data)
+        floats = {value.dtype for value in state.values() if value.is_floating_point()}
+        if len(floats) == 1:
+            model.to(floats.pop())
+        model.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(f"{weights} is not a readable safetensors file ({error!s:.300}). {ADVICE}") from error
     return model
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    raw = read_file(path, most=MOST_CONFIG, error=CheckpointError, missing=MISSING)
     try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist; a checkpoint is a folder with config.json and model.safetensors."
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not readable JSON ({error}). It may be truncated: copy or save it again."
-        ) from error
+        document = parse_json(raw, str(path), advice=ADVICE)
+    except BilipError as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by bilip: its 'format' is not {FORMAT!r}.")
-    if document.get("version") != VERSION:
+    version = document.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{path} has version {document.get('version')!r}; this bilip reads version {VERSION}. Upgrade bilip."
+            f"{path} has version {version!r:.40}; this bilip reads versions 1 to {VERSION}. Upgrade bilip."
+        )
+    if version > 1 and not is_whole(raw, document.get("sha256")):
+        raise CheckpointError(
+            f"{path} is damaged or was edited: its checksum is another one. Copy or save it again; after an edit that is meant, set "
+            "its version to 1."
         )
     return document
+
+
+def _require_whole(path: Path, data: bytes, header: Header, document: dict[str, Any]) -> None:
+    try:
+        own = parse_json(header.metadata.get("bilip", "null"), str(path))
+    except BilipError as error:
+        raise CheckpointError(f"{error} {ADVICE}") from error
+    if not isinstance(own, dict) or not is_whole(data, own.get("sha256")):
+        raise CheckpointError(f"{path} is damaged: its checksum is another one. Copy or save it again.")
+    if document["version"] > 1 and any(own.get(name) != document.get(name) for name in ("model", "arguments")):
+        raise CheckpointError(
+            f"{path} belongs to another config.json than the one beside it: a save was interrupted, or files were mixed. Save again."
+        )
+
+
+def _require_fitting(path: Path, header: Header, model: nn.Module) -> None:
+    wanted, there = model.state_dict(), header.tensors
+    missing, extra = sorted(set(wanted) - set(there)), sorted(set(there) - set(wanted))
+    both = [name for name in wanted if name in there]
+    shapes = [
+        f"{k}: {there[k].shape} instead of {tuple(wanted[k].shape)}" for k in both if there[k].shape != wanted[k].shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"{path} does not fit its config: missing {_some(missing)}; unexpected {_some(extra)}; shapes {_some(shapes)}."
+        )
+    for k in both:
+        if wanted[k].is_floating_point():
+            fits, expected = there[k].dtype in FLOATS, "floats: " + ", ".join(FLOATS)
+        else:
+            expected = next(name for name, dtype in OTHERS.items() if dtype == wanted[k].dtype)
+            fits = there[k].dtype == expected
+        if not fits:
+            raise CheckpointError(f"{path}, tensor {k!r}, holds {there[k].dtype}; expected {expected}.")
 
 
 def _some(items: list[str]) -> str:

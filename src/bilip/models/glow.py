@@ -77,9 +77,9 @@ def glow(
     if context and levels > 1:
         raise InputError("context= works with levels=1: the nets of other levels see images of other sizes.")
     shape = tuple(int(n) for n in shape)
-    if len(shape) != 3 or any(side % 2**levels for side in shape[1:]):
+    if len(shape) != 3 or levels > 62 or any(side % 2**levels for side in shape[1:]):
         raise InputError(
-            f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2**levels}."
+            f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by 2^levels."
         )
     scale = scale_from(scale)
 

@@ -1,6 +1,7 @@
 """The free functions t, s and g inside blocks, and what can be proved about them."""
 
 from bilip.nets import activations
+from bilip.nets import torch_layers as torch_layers  # it registers readers
 from bilip.nets.certify import enclose, log_cap, log_lipschitz, point_image
 from bilip.nets.conv import ConvNet
 from bilip.nets.layers import Declared, GainConv2d

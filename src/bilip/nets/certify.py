@@ -1,6 +1,6 @@
 r"""What is proved about a net: its Lipschitz constant, and a box that encloses the image of a box.
 
-Nets are read layer by layer (`bilip.nets.layers`); the constant is the product of the layers' constants. Whatever
+Nets are read layer by layer (`bilip.nets.layers.read`); the constant is the product of the layers' constants. Whatever
 cannot be read raises `UnknownLipschitz`: declare it with `Declared`.
 
 The statements are about the function in real arithmetic with the parameters as they are stored. Images are computed
@@ -10,7 +10,6 @@ in float64 and widened by a bound on their own rounding.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -18,21 +17,12 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from bilip.bounds import Box, as_float64, log_of, log_product
-from bilip.nets.layers import (
-    Declared,
-    LayeredNet,
-    Shape,
-    affine_layer,
-    facts,
-    flatten,
-    is_plain,
-    is_plain_flatten,
-    unknown,
-)
-from bilip.nets.spectral import HeldConv2d, HeldLinear
+from bilip.bounds import Box, log_product
+from bilip.errors import UnknownLipschitz
+from bilip.nets.activations import Shape
+from bilip.nets.layers import LayeredNet, Reading, double_twin, flatten, is_container, linear_size, read, unknown
 
-__all__ = ["enclose", "log_cap", "log_lipschitz", "point_image"]
+__all__ = ["double_twin", "enclose", "log_cap", "log_lipschitz", "point_image"]
 
 _MEMO: ContextVar[dict | None] = ContextVar("norms", default=None)
 
@@ -70,34 +60,38 @@ def remembering() -> Iterator[None]:
 
 
 def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
-    if is_plain(net, Declared):
-        return log_of(net.lipschitz)  # type: ignore[arg-type]
-    layers, columns = _read(net)
+    readings, columns = _read(net)
     total = 0.0
-    for index, layer in enumerate(layers):
-        if is_plain(layer, Declared):
-            total, shape = log_product(total, log_of(layer.lipschitz)), None  # type: ignore[arg-type]
-            continue
-        known = facts(layer)
-        if known is not None:
-            total = log_product(total, log_of(known.lipschitz))
-        elif is_plain_flatten(layer):
-            shape = None
-        else:
-            affine = affine_layer(layer)
-            if affine is None:
-                raise unknown(layer)
-            rows = outputs if index == len(layers) - 1 else None
-            total = log_product(total, affine.log_norm(shape, rows, columns if index == 0 else None))
-            shape = affine.out_shape(shape)
+    for index, reading in enumerate(readings):
+        rows = outputs if index == len(readings) - 1 else None
+        total = log_product(total, reading.log_lipschitz(shape, rows, columns if index == 0 else None))
+        shape = reading.out_shape(shape)
     return total
 
 
-def _read(net: nn.Module) -> tuple[list[nn.Module], slice | None]:
-    """The layers of a net, and which inputs of the first one are not context."""
-    if is_plain(net, LayeredNet) and net.context:
-        return flatten(net.layers), slice(0, net.inputs)  # type: ignore[arg-type]
-    return flatten(net), None
+def _layers(net: nn.Module) -> list[nn.Module]:
+    return flatten(net.layers) if _is_conditional(net) else flatten(net)  # type: ignore[arg-type]
+
+
+def _is_conditional(net: nn.Module) -> bool:
+    return isinstance(net, LayeredNet) and bool(net.context) and is_container(net)
+
+
+def _read(net: nn.Module) -> tuple[list[Reading], slice | None]:
+    """What is proved about each layer of a net, and which inputs of the first one are not context."""
+    layers = _layers(net)
+    readings = [read(layer) for layer in layers]
+    owned, columns = _is_conditional(net), None  # input and context are put together in a tensor of the net's own
+    if owned:
+        columns = slice(0, net.inputs)  # type: ignore[arg-type]
+        taken = linear_size(layers[0])[1] if layers else None
+        if taken not in (None, net.inputs + net.context):  # type: ignore[operator]
+            raise unknown(net, f"has inputs={net.inputs} and context={net.context}, but its first layer takes {taken}")
+    for layer, reading in zip(layers, readings, strict=True):
+        if getattr(layer, "inplace", False) and not owned:
+            raise unknown(layer, "works in place on what the net was given, which it changes")
+        owned = owned or reading.fresh
+    return readings, columns
 
 
 def log_cap(net: nn.Module) -> float | None:
@@ -113,32 +107,28 @@ def log_cap(net: nn.Module) -> float | None:
         True
     """
     total = 0.0
-    for layer in _read(net)[0]:
-        known = facts(layer)
-        if is_plain(layer, Declared):
-            part = layer.lipschitz
-        elif is_plain(layer, HeldLinear) or is_plain(layer, HeldConv2d):
-            part = layer.coefficient
-        elif known is not None:
-            part = known.lipschitz
-        elif is_plain_flatten(layer):
-            part = 1.0
-        else:
+    try:
+        readings = _read(net)[0]
+    except UnknownLipschitz:
+        return None
+    for reading in readings:
+        cap = reading.log_cap()
+        if cap is None:
             return None
-        total = log_product(total, log_of(part))  # type: ignore[arg-type]
+        total = log_product(total, cap)
     return total
 
 
 def feature_axis(net: nn.Module) -> int | None:
     """The axis of one output sample along which the rows of the last layer lie; `None` where that is not known."""
-    affine = affine_layer(_read(net)[0][-1])
-    return None if affine is None else -1 if affine.conv is None else 0
+    last = _layers(net)[-1:]
+    return None if not last or linear_size(last[0])[0] is None else -1 if isinstance(last[0], nn.Linear) else 0
 
 
 def output_rows(net: nn.Module) -> int:
     """How many rows the last layer has; 0 where it is not linear."""
-    affine = affine_layer(_read(net)[0][-1])
-    return 0 if affine is None else affine.weight.shape[0]
+    last = _layers(net)[-1:]
+    return (linear_size(last[0])[0] or 0) if last else 0
 
 
 def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
@@ -151,36 +141,12 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
         >>> bool(out.contains(net(x)).all())
         True
     """
-    if is_plain(net, Declared):
-        return _enclose_declared(net, box, context)  # type: ignore[arg-type]
-    if is_plain(net, LayeredNet):
-        box = net.join(box, context)  # type: ignore[operator]
-    for layer in _read(net)[0]:
-        known = facts(layer)
-        if is_plain(layer, Declared):
-            box = _enclose_declared(layer, box, None)  # type: ignore[arg-type]
-        elif known is not None:
-            box = known.enclose(box)
-        elif is_plain_flatten(layer):
-            box = box.map(lambda end: end.flatten()) if box.shape else box
-        else:
-            affine = affine_layer(layer)
-            if affine is None:
-                raise unknown(layer)
-            box = affine.apply(box)
+    readings, columns = _read(net)
+    if columns is not None or (isinstance(net, LayeredNet) and is_container(net)):
+        box, context = net.join(box, context), None  # type: ignore[operator]
+    for reading in readings:
+        box = reading.enclose(box, context) if len(readings) == 1 else reading.enclose(box)
     return box
-
-
-def _enclose_declared(net: Declared, box: Box, context: Box | None) -> Box:
-    """The ball around the image of the centre; there is no interval image of an unknown function."""
-    if not box.is_bounded or not box.shape or (context is not None and not torch.equal(context.low, context.high)):
-        return Box.everything()
-    if box.log_radius > 700:
-        return Box.everything()
-    twin = double_twin(net.net).cpu()
-    value = as_float64(twin(box.center[None]) if context is None else twin(box.center[None], context.center[None]))[0]
-    reach = net.lipschitz * math.exp(box.log_radius) if net.lipschitz else 0.0
-    return Box.outward(value - reach, value + reach, 1e-10 * (1 + value.abs()))
 
 
 def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> Box:
@@ -200,8 +166,8 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     r"""`net(x)` for a batch in float64, and for each sample how far it is at most from the value in real arithmetic.
 
     The weights are those that act, whatever their dtype. A product with $n$ terms errs by $\gamma_n \, \||W|\| \,
-    |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and
-    credited with ten correct digits.
+    |x|$, and later layers magnify what came before by their norms. A declared net is evaluated in float64 and charged with
+    the error it states, or with that of the dtype of `x`.
 
     Example:
         >>> net, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
@@ -212,32 +178,9 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     value = x.detach().double()
     error = value.new_zeros(len(value))
     given = None if context is None else context.detach().double()
-    if is_plain(net, LayeredNet) and net.context and given is not None:
-        value = torch.cat((value, given), net.dim)  # type: ignore[arg-type]
-    for layer in _read(net)[0]:
-        known = facts(layer)
-        if is_plain(layer, Declared):
-            twin = double_twin(layer.net)  # type: ignore[arg-type]
-            value = twin(value) if given is None else twin(value, given)
-            error = layer.lipschitz * error + 1e-10 * (1 + value.flatten(1).norm(dim=1))  # type: ignore[operator]
-        elif known is not None:
-            value = known.interval(value, value)[0]
-            error = known.lipschitz * error + 1e-14 * (1 + value.flatten(1).norm(dim=1))
-        elif is_plain_flatten(layer):
-            value = value.flatten(1)
-        else:
-            affine = affine_layer(layer, move=False)
-            if affine is None:
-                raise unknown(layer)
-            value, error = affine.point(value, error)
+    readings, columns = _read(net)
+    if columns is not None and given is not None:
+        value, given = torch.cat((value, given), net.dim), None  # type: ignore[arg-type]
+    for reading in readings:
+        value, error = reading.point(value, error, given if len(readings) == 1 else None, x.dtype)
     return value, error
-
-
-def double_twin(net: nn.Module) -> nn.Module:
-    """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that acts in the original."""
-    twin = copy.deepcopy(net).double().eval()
-    for original, layer in zip(net.modules(), twin.modules(), strict=True):
-        if isinstance(original, (HeldLinear, HeldConv2d)):
-            layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
-            layer.coefficient = math.inf  # type: ignore[assignment]
-    return twin.requires_grad_(False)

@@ -49,14 +49,16 @@ def matrix_norm(weight: Tensor) -> float:
     _require_finite(weight, "matrix_norm")
     if weight.numel() == 0:
         return 0.0
-    return float(torch.linalg.matrix_norm(weight.detach().double().cpu(), ord=2)) * (1 + _svd_error(weight.shape))
+    scaled, unit = _in_units(weight)
+    return _times(float(torch.linalg.matrix_norm(scaled, ord=2)) * (1 + _svd_error(weight.shape)), unit, math.inf)
 
 
 def smallest_singular_value(weight: Tensor) -> float:
     r"""$\sigma_{\min}(W)$ by SVD in float64, rounded down; 0 when it cannot be told from 0."""
     _require_finite(weight, "smallest_singular_value")
-    values = torch.linalg.svdvals(weight.detach().double().cpu())
-    return max(0.0, float(values[-1]) - float(values[0]) * _svd_error(weight.shape))
+    scaled, unit = _in_units(weight)
+    values = torch.linalg.svdvals(scaled)
+    return _times(max(0.0, float(values[-1]) - float(values[0]) * _svd_error(weight.shape)), unit, 0.0)
 
 
 def gram_norm(matrices: Tensor, steps: int = 10) -> Tensor:
@@ -108,7 +110,9 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
         size = torch.linalg.matrix_norm(a).clamp_min(tiny)
         return a / size[..., None, None], size
 
-    a, slope = tall, tall
+    # In units of its largest entry no square overflows or underflows, and the logs stay small enough for exp to keep its digits.
+    unit = tall.abs().amax((-2, -1)).clamp_min(tiny) if tall.numel() else tall.real.new_full((len(tall),), tiny)
+    a = slope = tall / unit[..., None, None]
     log = torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
     for step in range(steps):
         a, size = halved(a)
@@ -120,10 +124,15 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
     # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series. What is computed again
     # for one matrix alone differs by no more.
     slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
-    bounds = log.exp() * (1 + slack)
+    bounds = log.exp() * (1 + slack) * unit
+    bounds = torch.where(
+        (bounds < tiny) & (tall.abs().amax((-2, -1)) > 0), tiny, bounds
+    )  # below, products keep no digits
     if not slopes:
         return bounds, None
-    slope = slope / (slope.conj() * tall).real.sum((-2, -1)).clamp_min(tiny)[..., None, None]
+    inner = (slope.conj() * (tall / unit[..., None, None])).real.sum((-2, -1)).clamp_min(tiny)
+    slope = slope / inner[..., None, None] / unit[..., None, None]
+    slope = torch.where(unit[..., None, None] < 1e16 * tiny, 0.0, slope)  # of zero, or too steep for this dtype
     return bounds, slope.mH if wide else slope
 
 
@@ -154,8 +163,9 @@ def conv_norm(
         1.0
     """
     _require_finite(weight, "conv_norm")
+    scaled, unit = _in_units(weight)
     symbol, slack = conv_symbol(
-        weight.detach().double().cpu(),
+        scaled,
         size=size,
         padding_mode=padding_mode,
         stride=stride,
@@ -170,7 +180,7 @@ def conv_norm(
         norm = float(torch.linalg.matrix_norm(symbol, ord=2).max()) * (1 + _svd_error(symbol.shape[-2:]))
     else:
         norm = float(gram_norm(symbol))
-    return norm * slack
+    return _times(norm * slack, unit, math.inf)
 
 
 def conv_symbol(
@@ -264,17 +274,34 @@ def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100,
     for _ in range(steps):
         v = v / v.norm()
         jv = torch.func.jvp(module, (zero,), (v,))[1]
-        best = max(best, float(jv.detach().norm()))
-        pull = torch.func.vjp(module, zero)[1]
-        (v,) = pull(jv)
-        v = v.detach()
-        if not float(v.norm()):
+        top = float(jv.detach().abs().max())
+        if not 0 < top < math.inf:
+            break
+        jv = jv / top  # so that no square overflows or underflows
+        best = max(best, top * float(jv.detach().norm()))
+        (v,) = torch.func.vjp(module, zero)[1](jv)
+        v = v.detach() / v.detach().abs().max()
+        if not torch.isfinite(v).all():
             break
     return best
 
 
 def _per_dim(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def _in_units(weight: Tensor) -> tuple[Tensor, float]:
+    """A weight in float64 on the CPU, divided by a power of two near its largest entry, and that power."""
+    exact = weight.detach().double().cpu()
+    top = float(exact.abs().max()) if exact.numel() else 0.0
+    unit = 2.0 ** max(math.frexp(top)[1] - 1, -1022) if top else 1.0
+    return exact / unit, unit
+
+
+def _times(value: float, unit: float, toward: float) -> float:
+    """The product, rounded towards `toward` where it is so small that it is rounded at all."""
+    product = value * unit
+    return math.nextafter(product, toward) if value > 0 and product < 2.0**-1000 else product
 
 
 def _svd_error(shape: Sequence[int]) -> float:

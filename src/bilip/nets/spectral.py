@@ -2,7 +2,8 @@ r"""Linear and convolution layers whose operator norm is held at or below a coef
 
 The weight that acts is $W \cdot \min(1, c / \bar\sigma(W))$ with $\bar\sigma(W) \ge \|W\|_2$ a certified upper bound that is
 recomputed, in float64, from the present weight; no state of a power iteration can lag behind it. The bound is differentiable,
-so the coefficient also holds during training.
+so the coefficient also holds during training. The product is taken in float64 and rounded once, so that it also holds for weights
+near the largest number of their dtype; in float64, entries beyond $2^{500}$ count as that.
 
 `torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be several times
 smaller than the convolution's, and it approaches that norm from below.
@@ -120,6 +121,7 @@ class HeldConv2d(nn.Conv2d):
         if self.coefficient == math.inf:
             return weight
         stride = (int(self.stride[0]), int(self.stride[1]))
+        weight = _in_range(weight)
         if self.kernel_size == (1, 1) and stride == (1, 1):
             return _shrink(weight, gram_norm(weight.double().flatten(1)[None]), self.coefficient)
         symbol, slack = conv_symbol(weight.double(), stride=stride)
@@ -180,29 +182,47 @@ class _Known:
 
 @torch.no_grad()
 def _factors(weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    """For each of a stack of weights what it is multiplied with, and the slope of the log of its bound; 0 where that does not act."""
-    bounds, slopes = gram_bounds(weights.double(), slopes=True)
+    """For each of a stack of weights what it is multiplied with, in float64, and the slope of the log of its bound; 0 where that
+    does not act.
+    """
+    bounds, slopes = gram_bounds(_in_range(weights).double(), slopes=True)
     limit = torch.full_like(bounds, _target(weights[0], coefficient))
     factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
-    slopes = slopes * (bounds > limit)[:, None, None]  # type: ignore[operator]
-    return factors.to(weights.dtype), slopes.to(torch.promote_types(weights.dtype, torch.float32))
+    slopes = torch.where((bounds > limit)[:, None, None], slopes, 0.0)  # type: ignore[arg-type]
+    return factors, slopes.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def _held(weight: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
     """The weight times its factor, with the gradient of the factor."""
-    inner = (slope * weight).sum()
-    return weight * (factor - factor * (inner - inner.detach())).to(weight.dtype)
+    weight = _in_range(weight)
+    inner = (slope * weight).sum().double()
+    return (weight.double() * (factor - factor * (inner - inner.detach()))).to(weight.dtype)
 
 
 def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
     limit = torch.full_like(bound, _target(weight, coefficient))
-    return (weight * (limit / torch.maximum(bound, limit))).to(weight.dtype)
+    return (weight.double() * (limit / torch.maximum(bound, limit))).to(weight.dtype)
+
+
+def _in_range(weight: Tensor) -> Tensor:
+    """The weight, its entries cut off where sums of them would leave float64; other dtypes never come near."""
+    return weight.clamp(-(2.0**500), 2.0**500) if weight.dtype == torch.float64 else weight
 
 
 def _target(weight: Tensor, coefficient: float) -> float:
-    # Rounding factor and product moves each entry by at most eps of itself, hence the norm by at most eps * ||W||_F, times sqrt(taps)
-    # for a kernel: eps * sqrt(entries) of the norm. Certifying again may add the slack of the bound itself.
-    return coefficient * (1 - 1e-8) / (1 + 1.1 * math.sqrt(weight.numel()) * torch.finfo(weight.dtype).eps)
+    # Rounding moves each entry by at most eps of itself, hence the norm by at most eps * ||W||_F, times sqrt(taps) for a kernel:
+    # eps * sqrt(entries) of the norm. Where it is subnormal it moves by the spacing there, or all of it is flushed to zero.
+    # Certifying again may add the slack of the bound itself.
+    kind = torch.finfo(weight.dtype)
+    spacing = kind.tiny * (kind.eps if weight.dtype == torch.float16 else 1.0)
+    absolute = spacing * math.sqrt(weight.numel() * weight[0, 0].numel())
+    target = (coefficient * (1 - 1e-8) - absolute) / (1 + 1.1 * math.sqrt(weight.numel()) * kind.eps)
+    if not target > 0:
+        raise InputError(
+            f"coefficient={coefficient:g} is too small for a weight of shape {tuple(weight.shape)} in {weight.dtype}, whose "
+            f"entries are rounded to about {spacing:.1g}. Use a larger coefficient, or a dtype with a wider range."
+        )
+    return target
 
 
 def _check_coefficient(coefficient: float) -> float:

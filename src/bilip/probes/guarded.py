@@ -64,7 +64,7 @@ def run_guarded(call: Call, x: Tensor, context: Tensor | None = None, *, budget:
     """
     try:
         return Outcome(_tuple(call(x, context)), torch.zeros(len(x), dtype=torch.bool, device=x.device))
-    except Exception as error:
+    except BaseException as error:  # a model may call sys.exit
         if not _of_a_sample(error):
             raise
         message = _one_line(error)
@@ -127,17 +127,18 @@ class _Search:
         rows = rows.to(self.x.device)
         try:
             return _tuple(self.call(self.x[rows], None if self.context is None else self.context[rows]))
-        except Exception as error:
+        except BaseException as error:
             if not _of_a_sample(error):
                 raise
             return None
 
 
-def _of_a_sample(error: Exception) -> bool:
-    """Whether an exception may be about some samples: bilip's own complaints about the whole call, and memory, are not."""
+def _of_a_sample(error: BaseException) -> bool:
+    """Whether an exception may be about some samples: bilip's own complaints about the whole call, memory and Ctrl-C are not."""
     if isinstance(error, (NotConverged, SolverFailed)):
         return True
-    return not isinstance(error, (BilipError, torch.OutOfMemoryError, NotImplementedError))
+    whole = (BilipError, torch.OutOfMemoryError, NotImplementedError, KeyboardInterrupt, GeneratorExit)
+    return not isinstance(error, whole)
 
 
 def _blank(value: Tensor, failed: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     """The message of an exception; where it has none, the place that raised it."""
     text = " ".join(str(error).split())
     if text:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from bilip import _linalg
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
@@ -149,9 +150,7 @@ class LinearPart:
 
     def _backslash(self, w: Tensor, *, transpose: bool) -> Tensor:
         matrix = self._matrix().mT if transpose else self._matrix()
-        return (
-            torch.linalg.solve(matrix, w.T).T if len(self.x) == 1 else torch.linalg.solve(matrix, w[..., None])[..., 0]
-        )
+        return _linalg.solve(matrix, w.T).T if len(self.x) == 1 else _linalg.solve(matrix, w[..., None])[..., 0]
 
     def _check(self) -> None:
         """Choose the first road on which J J^-1 w = w holds, and keep the residual as the error estimate."""

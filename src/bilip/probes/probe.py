@@ -16,6 +16,7 @@ from bilip.record import Measurement
 __all__ = ["Probe", "Progress"]
 
 Progress = Callable[[float], None]
+ENDED = "the model ended the program"
 
 
 def silent(share: float) -> None:
@@ -55,11 +56,12 @@ class Probe(ABC):
                 return self._measure(subject, source)
             except NotMeasured as why:
                 return Measurement(self.name, source.name, reason=str(why))
-            except (InputError, torch.OutOfMemoryError):
+            except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
-            except Exception as error:  # one probe that a model defeats does not lose the others
-                text = " ".join(str(error).split())[:300]
-                return Measurement(self.name, source.name, reason=f"{type(error).__name__}: {text}")
+            except BaseException as error:  # one probe that a model defeats, also by sys.exit, does not lose the others
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = text if isinstance(error, Exception) else f"{ENDED} ({text})"
+                return Measurement(self.name, source.name, reason=reason)
 
     @abstractmethod
     def _measure(self, subject: Subject, source: Source) -> Measurement:

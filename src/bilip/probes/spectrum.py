@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,10 @@ from bilip.record import Measurement
 
 __all__ = ["Extremes", "SingularValues", "Spectrum", "extremes", "jacobian", "singular_values"]
 
-RESOLVED = 1e-10
+RESOLVED = 1e-3  # relative error up to which a singular value counts as resolved
+SAFETY = 32  # over a measured rounding error: one draw of it may be small by chance
 EPS = torch.finfo(torch.float64).eps
+Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,15 @@ class SingularValues:
 
     Attributes:
         values: In falling order, float64.
-        resolved: Which of them the method resolves; the others are only known to be small.
-        min_error: Relative error estimate of the smallest; NaN if the inverse Jacobian was not available.
+        resolved: Which of them the method resolves, to a relative error of at most 1e-3.
+        errors: Relative error estimate of each.
+        min_error: That of the smallest; NaN if the inverse Jacobian was not available.
         note: Why the small values come from the forward Jacobian alone; empty if they do not.
     """
 
     values: Tensor
     resolved: Tensor
+    errors: Tensor
     min_error: float
     note: str = ""
 
@@ -46,7 +51,7 @@ class Extremes:
 
     Attributes:
         sigma_max: Never above the true value, but for rounding.
-        sigma_max_error: Relative residual.
+        sigma_max_error: Relative residual and the effect of rounding.
         sigma_min: Never below the true value, but for rounding.
         sigma_min_error: Relative residual and the effect of rounding.
         contracting: The direction, flat, that the model shrinks most.
@@ -75,7 +80,14 @@ def jacobian(model: object, x: Tensor, context: Tensor | None = None, *, dtype: 
         >>> jacobian(DiagonalScaling(torch.tensor([2.0, 4.0])), torch.zeros(1, 2)).round(decimals=6).tolist()
         [[2.0, 0.0], [0.0, 4.0]]
     """
-    twin = Subject.of(model).twin(dtype)
+    eye = torch.eye(x[0].numel(), dtype=dtype, device=x.device)
+    return _columns(Subject.of(model), x, context, eye)
+
+
+def _columns(subject: Subject, x: Tensor, context: Tensor | None, directions: Tensor) -> Tensor:
+    """The Jacobian at one point times directions (rows), one column for each."""
+    dtype = directions.dtype
+    twin = subject.twin(dtype)
     point = x.detach().to(dtype)
     given = context.to(dtype) if context is not None and context.is_floating_point() else context
 
@@ -86,16 +98,19 @@ def jacobian(model: object, x: Tensor, context: Tensor | None = None, *, dtype: 
             raise NotMeasured(f"the model computes in {z.dtype} whatever it is given, so there is no {dtype} Jacobian")
         return z
 
-    eye = torch.eye(point.numel(), dtype=dtype, device=point.device).reshape(-1, *point.shape[1:])
-    return push_many(function, point, eye).flatten(1).T
+    return push_many(function, point, directions.reshape(-1, *point.shape[1:])).flatten(1).T
 
 
 def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> SingularValues:
     r"""All singular values of $J_F$ at one point, in float64.
 
     A float64 decomposition of $J_F$ resolves values down to about $10^{-13} \sigma_\text{max}$. The small end comes from the
-    inverse Jacobian, built block by block at the stored activations: there the smallest values of $J_F$ are the largest. What
-    neither resolves is marked.
+    inverse Jacobian, built block by block at the stored activations: there the smallest values of $J_F$ are the largest.
+
+    How far rounding goes is measured: products of both matrices with random directions are also computed block by block, at
+    activations with noise of one rounding. There the products of a chain round differently, so that what cancellation between
+    blocks costs shows in the difference. Each value is taken from the side that knows it better; what neither
+    resolves is marked.
 
     Example:
         >>> from bilip.blocks import DiagonalScaling
@@ -104,20 +119,25 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
         ['1', '1e-20']
     """
     subject = Subject.of(model)
-    values = _svdvals(jacobian(subject, x, context))
-    resolved = values >= RESOLVED * values[0]
+    forward = jacobian(subject, x, context)
+    values = _svdvals(forward)
+    turn = _directions(forward.shape[1]).to(forward)
+    least = (len(values) + 2 * len(subject.parts)) * EPS
+    known = _apart(_columns(subject, x, context, turn), forward, turn) + least * float(values[0])
     try:
-        at = Linearized(subject, x, context)
+        at, shaken = Linearized(subject, x, context), Linearized(subject, x, context, noise=EPS)
+        known = max(known, _apart(shaken.apply(turn).T, forward, turn))
         inverse = at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)).T
         back = _svdvals(inverse)
+        known_back = _apart(shaken.solve(turn).T, inverse, turn) + (at.residual + least) * float(back[0])
     except NotMeasured as why:
-        return SingularValues(values, resolved, math.nan, str(why))
-    small, trusted = 1 / back.flip(0), back.flip(0) >= RESOLVED * back[0]
-    error = at.residual + _rounding(subject, x, context, inverse) + at.size * EPS
-    # Each value from the side that knows it better: rounding is relative to the largest of the matrix decomposed.
-    forward_error, backward_error = values[0] / small, (small / small[-1]).clamp_min(error / (at.size * EPS))
-    take = trusted & (backward_error < forward_error)
-    return SingularValues(torch.where(take, small, values), resolved | take, error)
+        errors = known / values
+        return SingularValues(values, errors <= RESOLVED, errors, math.nan, str(why))
+    small = 1 / back.flip(0)
+    forward_error, backward_error = known / values, known_back * small
+    take = backward_error < forward_error
+    errors = torch.where(take, backward_error, forward_error)
+    return SingularValues(torch.where(take, small, values), errors <= RESOLVED, errors, float(errors[-1]))
 
 
 def extremes(model: object, x: Tensor, context: Tensor | None = None, *, steps: int = 80, seed: int = 0) -> Extremes:
@@ -134,16 +154,17 @@ def extremes(model: object, x: Tensor, context: Tensor | None = None, *, steps: 
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     top = largest_singular_value(at.apply, at.adjoint, start, steps=steps)
+    shaken = Linearized(subject, x, context, noise=EPS)
+    top_error = top.residual + _rounding(at.apply, shaken.apply, top.right, start)
     try:
         bottom = largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps)
+        moved = _rounding(at.solve, shaken.solve, bottom.right, start)
     except NotMeasured as why:
         nan = torch.full_like(top.value, torch.nan)
-        return Extremes(top.value, top.residual, nan, nan, torch.full_like(start, torch.nan), str(why))
-    shaken = Linearized(subject, x, context, noise=EPS).solve(bottom.right).norm(dim=1)
-    moved = ((shaken - bottom.value) / bottom.value).abs()
+        return Extremes(top.value, top_error, nan, nan, torch.full_like(start, torch.nan), str(why))
     image = at.solve(bottom.right)
     direction = image / image.norm(dim=1, keepdim=True)
-    return Extremes(top.value, top.residual, 1 / bottom.value, bottom.residual + moved + at.residual, direction, "")
+    return Extremes(top.value, top_error, 1 / bottom.value, bottom.residual + moved + at.residual, direction, "")
 
 
 class Spectrum(Probe):
@@ -218,15 +239,22 @@ class Spectrum(Probe):
 
     def _exact(self, subject: Subject, one: Batch):
         found = singular_values(subject, one.x, one.context)
-        top, bottom = float(found.values[0]), float(found.values[-1])
-        known = not math.isnan(found.min_error)
-        if not known and bool(found.resolved[-1]):  # well conditioned: the forward decomposition is enough
-            found = SingularValues(found.values, found.resolved, EPS * len(found.values) * top / bottom, found.note)
-            known = True
-        state = self._state(found.min_error) if known else "not-measured"
-        bottom = bottom if known else math.nan
-        row = _row(one.start, top, EPS * len(found.values), "measured", bottom, found.min_error, state)
-        return row, found, "" if known and not found.note else found.note
+        top, top_error = float(found.values[0]), float(found.errors[0])
+        bottom, error = float(found.values[-1]), float(found.errors[-1])
+        top_state, state = self._state(top_error), self._state(error)
+        # Rounding errs to both sides: what is one-sided is stated at the end of its interval.
+        if top_state == "one-sided":
+            top *= 1 - top_error
+        if state == "one-sided":
+            bottom = bottom / (1 - error) if error < 1 else math.nan
+        if not top > 0:
+            top, top_state = math.nan, "not-measured"
+        if math.isnan(bottom):
+            state = "not-measured"
+        note = found.note
+        if not note and "not-measured" in (top_state, state):
+            note = "the products of the blocks' Jacobians cancel to less than float64 resolves"
+        return _row(one.start, top, top_error, top_state, bottom, error, state), found, note
 
     def _lanczos(self, subject: Subject, one: Batch):
         found = extremes(subject, one.x, one.context, steps=self.steps, seed=self.seed + one.start)
@@ -267,12 +295,23 @@ def _svdvals(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix, driver="gesvd" if matrix.is_cuda else None)
 
 
-def _rounding(subject: Subject, x: Tensor, context: Tensor | None, inverse: Tensor) -> float:
-    """How far noise of one rounding in every activation moves the largest singular value of the inverse Jacobian."""
-    start = torch.ones(1, len(inverse), dtype=inverse.dtype, device=inverse.device)
-    top = largest_singular_value(lambda v: v @ inverse.T, lambda u: u @ inverse, start, steps=30)
-    shaken = Linearized(subject, x, context, noise=EPS).solve(top.right).norm()
-    return float((shaken - (top.right @ inverse.T).norm()).abs() / top.value)
+def _directions(size: int) -> Tensor:
+    """Random orthonormal directions (rows), the same each time: up to 64, a rotation of smaller spaces."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.linalg.qr(torch.randn(size, min(size, 64), dtype=torch.float64, generator=generator))[0].T
+
+
+def _apart(columns: Tensor, matrix: Tensor, directions: Tensor) -> float:
+    """An estimate of the error of a matrix in Frobenius norm, from its products with some directions computed in another way."""
+    size = float(torch.linalg.matrix_norm(columns - matrix @ directions.T)) * math.sqrt(len(matrix.T) / len(directions))
+    return SAFETY * size if math.isfinite(size) else math.inf
+
+
+def _rounding(exact: Map, shaken: Map, v: Tensor, r: Tensor) -> Tensor:
+    """What rounding does to |A v|, relative to it: A v against A r + A (v - r) at activations with noise of one rounding."""
+    image = exact(v)
+    difference = (shaken(r) + shaken(v - r) - image).norm(dim=1)
+    return SAFETY * difference / image.norm(dim=1)
 
 
 def _or(value: float, other: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from bilip.adapters import Adapted, Base, adapt
 from bilip.blocks import Bijection
 from bilip.errors import BilipError, InputError, NotMeasured
 from bilip.probes.float32 import float32_products
-from bilip.probes.guarded import Outcome, run_guarded
+from bilip.probes.guarded import Call, Outcome, run_guarded
 
 __all__ = ["Subject"]
 
@@ -45,6 +45,7 @@ class Subject:
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
         self._twins: dict[torch.dtype, Subject | str] = {}
+        self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -55,7 +56,7 @@ class Subject:
         return cls(adapted, name or type(model).__name__)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": {}}
+        return {**self.__dict__, "_twins": {}, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,22 +101,29 @@ class Subject:
     @torch.no_grad()
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z = F(x). The inputs are cloned, so that a model that works in place changes nothing of the user's."""
-        return run_guarded(self.bijection.__call__, x.clone(), context)
+        return self._guarded(self.bijection.__call__, x, context)
 
     @torch.no_grad()
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """X = F^-1(z). The latents are cloned, so that no cache can recognise them."""
-        return run_guarded(self.bijection.inverse, z.clone(), context)
+        return self._guarded(self.bijection.inverse, z, context)
 
     @torch.no_grad()
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z and log |det J_F(x)|."""
-        return run_guarded(self.bijection.forward_and_log_det, x.clone(), context)
+        return self._guarded(self.bijection.forward_and_log_det, x, context)
 
     @torch.no_grad()
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> Outcome:
         """X and log |det J_F^-1(z)|."""
-        return run_guarded(self.bijection.inverse_and_log_det, z.clone(), context)
+        return self._guarded(self.bijection.inverse_and_log_det, z, context)
+
+    def _guarded(self, call: Call, x: Tensor, context: Tensor | None) -> Outcome:
+        def timed(x: Tensor, context: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            self.tick()
+            return call(x, context)
+
+        return run_guarded(timed, x.clone(), context)
 
     # ---- copies and modes
 
@@ -135,6 +143,7 @@ class Subject:
             self._twins[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
+        found.tick = self.tick
         return found
 
     @contextlib.contextmanager
@@ -151,16 +160,25 @@ class Subject:
             for module, mode in modes.items():
                 module.training = mode
 
+    @contextlib.contextmanager
+    def watched(self, tick: Callable[[], None]) -> Iterator[None]:
+        """Inside, `tick` is called before each guarded call of the model, of copies too."""
+        before, self.tick = self.tick, tick
+        try:
+            yield
+        finally:
+            self.tick = before
+
     def check(self, x: Tensor, context: Tensor | None, where: str) -> None:
         """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse."""
         shape = tuple(x.shape)
         outcome = self._first(
             "forward", self.forward, x, context, f"{where}: {self.name} takes no batch of shape {shape}"
         )
-        if math.prod(outcome.value.shape) == 0 or len(outcome.value) != len(x):
+        got = tuple(outcome.value.shape) if isinstance(outcome.value, Tensor) else type(outcome.value).__name__
+        if not isinstance(got, tuple) or got[:1] != shape[:1] or math.prod(got) == 0:
             raise InputError(
-                f"{where}: {self.name} turned a batch of shape {shape} into {tuple(outcome.value.shape)}; "
-                "expected one latent for each sample."
+                f"{where}: {self.name} turned a batch of shape {shape} into {got}; expected one latent for each sample."
             )
         self._first(
             "inverse", self.inverse, outcome.value, context, f"{where}: the inverse of {self.name} does not work"
@@ -177,6 +195,10 @@ class Subject:
         if bool(outcome.failed.all()) and (what == "forward" or outcome.message.split(":")[0] in fatal):
             raise InputError(f"{complaint}: {outcome.message[:300]}")
         return outcome
+
+
+def _nothing() -> None:
+    """No clock."""
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import InputError
+from bilip.errors import InputError, Stopped
 from bilip.recipes.config import configured, differences, nearest
-from bilip.recipes.piece import SCHEMA, Piece, do, is_measured, load
+from bilip.recipes.piece import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
 from bilip.recipes.recipe import SIZES, Line, Recipe
-from bilip.record import environment, read_json, write_json
+from bilip.record import environment, read_json, to_plain, write_json
 
 __all__ = ["Outcome", "find", "names", "reproduce"]
 
@@ -23,6 +21,9 @@ MODULES = {
     "coupling_depth": "bilip.recipes.coupling_depth",
     "checkerboard": "bilip.recipes.checkerboard",
     "regression_2d": "bilip.recipes.regression_2d",
+    "cifar10_classifier": "bilip.recipes.cifar10_classifier",
+    "regularizer_timing": "bilip.recipes.regularizer_timing",
+    "gradient_angles": "bilip.recipes.gradient_angles",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 
@@ -84,6 +85,10 @@ def reproduce(
     out: str | Path | None = None,
     changes: Sequence[str] = (),
     jobs: int = 1,
+    parts: Sequence[str] | None = None,
+    minutes: float | None = None,
+    data: str | Path | None = None,
+    collect: bool = False,
     progress: Progress | None = None,
 ) -> Outcome:
     """Run a recipe and write `ours.json` and its figures. What is measured already is not measured again.
@@ -97,6 +102,10 @@ def reproduce(
         out: The folder of this recipe, `runs/<name>` by default.
         changes: Changes of the configuration, as in `("steps=100",)`.
         jobs: Parts that run side by side, each in a process of its own.
+        parts: Some parts of the recipe alone; by default all. Of a recipe that is not `partial`, the others must have been measured.
+        minutes: After so many minutes training saves and stops; the same call goes on. What follows training is not cut short.
+        data: The folder with prepared data, by default `BILIP_DATA` or `.data`.
+        collect: Measure nothing; make table and figures of the parts that there are. For recipes that are `partial`.
         progress: Called with the name of a part, what it does, and the share of it that is done.
 
     Example:
@@ -109,7 +118,8 @@ def reproduce(
     recipe = find(name)
     if size not in SIZES:
         raise InputError(f"--size {size}: expected {', '.join(SIZES)}. {nearest(size, SIZES)}".rstrip())
-    config, device = configured(recipe.sizes[size], changes), _device(recipe, size, device)
+    config = configured(recipe.sizes[size], changes)
+    device = "cpu" if collect else _device(recipe, size, device)
     if not seeds or any(not isinstance(seed, int) or seed < 0 for seed in seeds):
         raise InputError(f"--seeds {seeds}: expected whole numbers, 0 or more.")
     if devices < 1 or jobs < 1 or (devices > 1 and jobs > 1):
@@ -117,23 +127,29 @@ def reproduce(
     began, folder = time.perf_counter(), Path(out) if out is not None else Path("runs") / name
     document = _open(folder, recipe)
     fabric = _fabric(device, devices)
-    todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
+    chosen = [] if collect else _chosen(recipe, config, parts)
+    todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in chosen]
     shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
     show = progress or (lambda which, what, share: None)
-    missing = [key for key in todo if not is_measured(shares[key], recipe, config)]
-    pieces = [Piece(recipe, part, seed, config, shares[part, seed], device) for part, seed in missing]
-    if jobs > 1 and len(pieces) > 1:
-        from bilip.recipes.pool import side_by_side
-
-        side_by_side(do, pieces, jobs, show)
-    else:
-        for piece in pieces:
-            do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
+    try:
+        _work(recipe, config, device, shares, jobs, _deadline(minutes), data, show, fabric)
+    finally:
+        if recipe.partial and (fabric is None or fabric.is_global_zero):
+            for (part, seed), share in shares.items():
+                keep(share, folder / "parts" / f"{size}-seed{seed}-{part}.json")
     if fabric is not None and not fabric.is_global_zero:
         return Outcome(recipe, size, folder, (), (), (), time.perf_counter() - began)
-    found = {
-        seed: {part: load(shares[part, seed]) for part, s in todo if s == seed} for seed in sorted({s for _, s in todo})
-    }
+    if recipe.partial:
+        found, about = kept(folder / "parts", size, recipe)
+    else:
+        todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
+        shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
+        done = sum((share / "measured.json").exists() for share in shares.values())
+        if done < len(shares):
+            raise Stopped(
+                f"{done} of {len(shares)} parts are measured; the table needs them all: run without --parts or --collect."
+            )
+        found, about = loaded(shares)
     show(name, "drawing the figures", 1.0)
     from bilip import figures
 
@@ -142,27 +158,91 @@ def reproduce(
         files.append(folder / f"{title}-{size}.png")
         figures.save(figure, files[-1])
     lines = recipe.lines(config, found)
-    seconds = sum(read_json(shares[key] / "measured.json")["seconds"] for key in todo)
+    every = [facts for parts in about.values() for facts in parts.values()]
     document["runs"][size] = {
-        "command": _command(name, size, seeds, device, devices, changes),
+        "command": _command(name, size, seeds, device, devices, changes, collect=recipe.partial),
         "config": asdict(config),
         "other_than_paper": differences(config, recipe.sizes["paper"]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": _device_name(device),
-        "environment": environment(),
+        "date": today(),
+        "device": _devices(every) if recipe.partial else device_name(device),
+        "environment": max(every, key=lambda facts: facts["date"])["environment"] if recipe.partial else environment(),
         "seconds": round(time.perf_counter() - began, 1),
         "jobs": jobs,
-        "seconds_of_work": round(seconds, 1),
+        "seconds_of_work": round(sum(facts["seconds"] for facts in every), 1),
         "lines": [asdict(line) for line in lines],
         "figures": [file.name for file in files],
         "measured": {str(seed): {part: m.numbers for part, m in parts.items()} for seed, parts in found.items()},
     }
+    if recipe.partial:
+        document["runs"][size]["parts"] = {
+            str(seed): {
+                part: {key: facts[key] for key in ("date", "device", "seconds")}
+                | {"torch": facts["environment"].get("torch"), "changed": _changed(facts["config"], recipe, size)}
+                for part, facts in parts.items()
+            }
+            for seed, parts in about.items()
+        }
     latest = _open(folder, recipe)  # another size may have been finished in the meantime
     latest["runs"][size] = document["runs"][size]
     write_json(folder / "ours.json", latest)
     return Outcome(
         recipe, size, folder, lines, files, differences(config, recipe.sizes["paper"]), time.perf_counter() - began
     )
+
+
+# ---- the parts
+
+
+def _chosen(recipe: Recipe, config: Any, parts: Sequence[str] | None) -> list[str]:
+    known = list(recipe.parts(config))
+    if parts is None:
+        return known
+    for part in parts:
+        if not recipe.has(part, config):
+            raise InputError(
+                f"--parts {part}: there is no such part. {nearest(part, known)}There are {', '.join(known)}."
+            )
+    if not parts:
+        raise InputError(f"--parts: expected one or more of {', '.join(known)}.")
+    return list(dict.fromkeys(parts))
+
+
+def _deadline(minutes: float | None) -> float | None:
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise InputError(f"--minutes {minutes}: expected a positive number.")
+    return None if minutes is None else time.time() + 60 * minutes
+
+
+def _work(recipe, config, device, shares, jobs, deadline, data, show, fabric) -> None:
+    """Measure what is not measured yet; `Stopped` if the time is up before."""
+    missing = [key for key in shares if not is_measured(shares[key], recipe, config)]
+    place = None if data is None else Path(data)
+    pieces = [Piece(recipe, part, seed, config, shares[part, seed], device, deadline, place) for part, seed in missing]
+    try:
+        if jobs > 1 and len(pieces) > 1:
+            from bilip.recipes.pool import side_by_side
+
+            side_by_side(do, pieces, jobs, show, deadline)
+            return
+        for piece in pieces:
+            if deadline is not None and time.time() >= deadline:
+                raise Stopped("the time is up.")
+            do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
+    except Stopped as why:
+        done = sum((share / "measured.json").exists() for share in shares.values())
+        raise Stopped(
+            f"{why} {done} of {len(shares)} parts are measured; the same command goes on with the others."
+        ) from why
+
+
+def _devices(every: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(facts["device"] for facts in every))
+
+
+def _changed(config: dict[str, Any], recipe: Recipe, size: str) -> dict[str, Any]:
+    """In what the configuration of a part is not that of its size."""
+    usual = to_plain(recipe.defining(recipe.sizes[size]))
+    return {key: value for key, value in to_plain(config).items() if usual.get(key) != value}
 
 
 # ---- where, and on what
@@ -214,17 +294,11 @@ def _fabric(device: str, devices: int) -> Any:
     return launch(Settings(steps=1, device=device, devices=devices))
 
 
-def _device_name(device: str) -> str:
-    import platform
-
-    import torch
-
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
-
-
-def _command(name: str, size: str, seeds: Sequence[int], device: str, devices: int, changes: Sequence[str]) -> str:
+def _command(
+    name: str, size: str, seeds: Sequence[int], device: str, devices: int, changes: Sequence[str], *, collect: bool
+) -> str:
+    if collect:
+        return shlex.join(["bilip", "reproduce", name, "--size", size, "--collect"])
     words = ["bilip", "reproduce", name, "--size", size, "--seeds", ",".join(map(str, seeds)), "--device", device]
     words += ["--devices", str(devices)] if devices > 1 else []
     return shlex.join(words + [word for change in changes for word in ("--set", change)])

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from bilip import Bijection
+from bilip import Bijection, _linalg
 from bilip.errors import NotConverged
 
 __all__ = ["MOST", "condition", "grid", "round_trip_errors", "summary"]
@@ -78,7 +78,7 @@ def condition(model: Bijection, x: Tensor) -> Tensor:
             out = block(z)
             rows = [torch.autograd.grad(out[:, k].sum(), z, retain_graph=k == 0)[0] for k in (0, 1)]
         slope = torch.stack(rows, 1)
-        there, back, z = slope @ there, back @ torch.linalg.inv_ex(slope)[0], out.detach()
+        there, back, z = slope @ there, back @ _linalg.inv_ex(slope)[0], out.detach()
     finite = torch.isfinite(there).flatten(1).all(1) & torch.isfinite(back).flatten(1).all(1)
     found = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
     both = [torch.linalg.matrix_norm(value[finite], 2) for value in (there, back)]

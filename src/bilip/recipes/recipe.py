@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilip.record import read_json
+from bilip.errors import CheckpointError
+from bilip.record import read_json, to_plain, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,6 +63,8 @@ class Work:
         device: `"cpu"` or `"cuda"`.
         fabric: A launched Fabric, or `None` to make one.
         progress: Called with a text and the share that is done.
+        deadline: When training saves and stops, in the seconds of `time.time()`; `None` for never.
+        data: The folder of the data that recipes read; `None` for where it is by default.
     """
 
     folder: Path
@@ -69,6 +72,8 @@ class Work:
     device: str = "cpu"
     fabric: Any = None
     progress: Callable[[str, float], None] = lambda text, share: None
+    deadline: float | None = None
+    data: Path | None = None
 
     def train(self, task: Task, *, until: float = 1.0, **settings: Any) -> Trained:
         """Train in this folder; `until` is the share of the part that is then done. Every evaluation comes with a checkpoint."""
@@ -80,7 +85,27 @@ class Work:
 
         settings = {"save_every": settings.get("evaluate_every", 0)} | settings
         chosen = Settings(seed=self.seed, device=self.device, **settings)
-        return train(task, chosen, self.folder, fabric=self.fabric, progress=show)
+        return train(task, chosen, self.folder, fabric=self.fabric, progress=show, deadline=self.deadline)
+
+    def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Remember what a part was begun with, and refuse to go on with something else.
+
+        Raises:
+            CheckpointError: The part was begun with other facts.
+        """
+        path, now = self.folder / f"{what}.json", to_plain(dict(facts))
+        if not path.exists():
+            if self.main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(path, now)
+            return
+        before = read_json(path)
+        if before != now:
+            key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+            raise CheckpointError(
+                f"{self.folder} was begun with other {what}: {key} was {before.get(key)!r}, now it is {now.get(key)!r}. Choose "
+                "another --out, or delete it."
+            )
 
     @property
     def main(self) -> bool:
@@ -99,6 +124,8 @@ class Recipe(ABC):
         cost: What each size costs, and on what.
         matched: What is done as in the original code although the paper does not say it.
         corrected: What is done otherwise than in the original code, and why.
+        partial: Whether `lines` and `figures` can do with some of the parts, which then come in as they are measured, whatever the
+            machine and the day.
     """
 
     name: str
@@ -108,10 +135,19 @@ class Recipe(ABC):
     cost: Mapping[str, str]
     matched: Sequence[str] = ()
     corrected: Sequence[str] = ()
+    partial: bool = False
 
     @abstractmethod
     def parts(self, config: Any) -> Sequence[str]:
         """Pieces of work that know nothing of each other."""
+
+    def has(self, part: str, config: Any) -> bool:
+        """Whether there is such a part, for those who ask for it by name."""
+        return part in self.parts(config)
+
+    def defining(self, config: Any) -> dict[str, Any]:
+        """What of a configuration a part depends on: a part that was begun with another one is not continued."""
+        return asdict(config)
 
     @abstractmethod
     def run(self, part: str, config: Any, work: Work) -> Measured:

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from bilip.errors import RecordError
-from bilip.record.files import write_aside
+from bilip.record.files import read_file, write_aside
 from bilip.record.histogram import Histogram
-from bilip.record.plain import from_plain, to_plain
+from bilip.record.plain import MOST, from_plain, parse_json, to_plain
 
 __all__ = ["SCHEMA", "USES", "AuditRecord", "Measurement", "Picture", "Status", "Verdict"]
 
@@ -160,21 +161,17 @@ class AuditRecord:
         return json.dumps(document, allow_nan=False, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = "the text") -> AuditRecord:
+    def from_json(cls, text: str | bytes, where: str = "the text") -> AuditRecord:
         """Read what `to_json` wrote.
 
         Raises:
             RecordError: It is not JSON, not a record, or from a newer bilip.
         """
-        try:
-            document = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            hint = "" if isinstance(error, RecordError) else " It may be truncated: run the audit again."
-            raise RecordError(f"{where} is not strict JSON ({error}).{hint}") from error
+        document = parse_json(text, where, advice="It may be truncated: run the audit again.")
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise RecordError(f"{where} is not an audit record: its 'format' is not {FORMAT!r}.")
         schema = document.get("schema")
-        if not isinstance(schema, int) or schema < 1:
+        if type(schema) is not int or schema < 1:
             raise RecordError(f"{where} has schema {schema!r}; expected a number from 1 to {SCHEMA}.")
         if schema > SCHEMA:
             raise RecordError(f"{where} has schema {schema}; this bilip reads up to {SCHEMA}. Upgrade bilip.")
@@ -200,17 +197,7 @@ class AuditRecord:
     @classmethod
     def load(cls, path: str | Path) -> AuditRecord:
         """Read a record that `save` wrote."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise RecordError(f"{path} is not a text file; expected an audit record in JSON.") from error
-        except OSError as error:
-            raise RecordError(f"{path} cannot be read ({error.strerror}).") from error
-        return cls.from_json(text, str(path))
-
-
-def _refuse_constant(name: str) -> float:
-    raise RecordError(f"the bare word {name} is not JSON")
+        return cls.from_json(read_file(path, most=MOST, error=RecordError), str(path))
 
 
 def _typed(raw: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -235,16 +222,34 @@ def _measurement(raw: dict[str, Any]) -> Measurement:
         series={k: tuple(_items(series, k, (int, float))) for k in series},
         rows=tuple(_items(raw, "rows", dict)),
         histograms={k: _histogram(h) for k, h in _typed(raw, "histograms", dict).items()},
-        pictures=tuple(Picture(**p) for p in _items(raw, "pictures", dict)),
+        pictures=tuple(_picture(p) for p in _items(raw, "pictures", dict)),
         notes=tuple(_items(raw, "notes", str)),
         reason=_typed(raw, "reason", str),
     )
 
 
+def _picture(raw: dict[str, Any]) -> Picture:
+    return Picture(**{name: _typed(raw, name, str) for name in raw})
+
+
 def _histogram(raw: dict[str, Any]) -> Histogram:
-    counts = _typed(raw, "counts", dict)
-    return Histogram(**{**raw, "counts": {int(k): _typed(counts, k, int) for k in counts}})
+    counts = {int(k): n for k, n in _typed(raw, "counts", dict).items()}
+    for name, count in (*counts.items(), *((k, raw.get(k, 0)) for k in ("zeros", "infinite", "nans"))):
+        if type(count) is not int or not 0 <= count < 2**63:
+            raise TypeError(f"{name!r} is {count!r:.40}, not a count")
+    if any(not -325 <= k / Histogram.PER_DECADE <= 308.25 for k in counts):
+        raise ValueError("a bin of a histogram lies beyond all floats")
+    for name in ("smallest", "largest"):
+        if not isinstance(raw.get(name, 0.0), (int, float)):
+            raise TypeError(f"{name!r} is {raw[name]!r:.40}, not a number")
+    return Histogram(**{**raw, "counts": counts})
 
 
 def _verdict(raw: dict[str, Any]) -> Verdict:
-    return Verdict(**{**raw, "status": Status(raw["status"]), "reason": _typed(raw, "reason", str)})
+    if not isinstance(raw, dict):
+        raise TypeError(f"a verdict is {raw!r:.40}, not a table")
+    words = {name: _typed(raw, name, str) for name in ("use", "reason", "number", "source", "remedy") if name in raw}
+    for name in ("value", "limit"):
+        if not isinstance(raw.get(name), (int, float, NoneType)):
+            raise TypeError(f"{name!r} is {raw[name]!r:.40}, not a number")
+    return Verdict(**{**raw, **words, "status": Status(raw["status"])})

@@ -1,15 +1,27 @@
-"""Where a record was made, and writing files whole or not at all."""
+"""Where a record was made; opening files safely, and writing them whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
+import stat
+import time
 from pathlib import Path
+from typing import BinaryIO
 
-from bilip.errors import InputError
+from bilip.errors import BilipError, InputError
 
-__all__ = ["environment", "write_aside"]
+__all__ = ["environment", "open_regular", "read_file", "write_aside"]
+
+KINDS = (
+    (stat.S_ISDIR, "Is a directory"),
+    (stat.S_ISFIFO, "it is a pipe"),
+    (stat.S_ISCHR, "it is a device"),
+    (stat.S_ISBLK, "it is a device"),
+    (stat.S_ISSOCK, "it is a socket"),
+)
 
 
 def environment() -> dict[str, str]:
@@ -28,6 +40,68 @@ def environment() -> dict[str, str]:
     return found
 
 
+def open_regular(path: str | Path, *, most: int, error: type[BilipError] = InputError, missing: str = "") -> BinaryIO:
+    """Open a file for reading, after links are followed: a regular one of at most so many bytes, nothing else.
+
+    A pipe, a device, a socket or a folder is refused before it is opened, so that none can make the caller wait for ever.
+
+    Args:
+        path: The file.
+        most: Largest size in bytes.
+        error: What is raised.
+        missing: What is said of a file that does not exist, after its name.
+
+    Raises:
+        BilipError: Of the kind `error`, in one line.
+
+    Example:
+        >>> open_regular("/", most=100)
+        Traceback (most recent call last):
+        ...
+        bilip.errors.InputError: / cannot be read (Is a directory).
+    """
+    try:
+        _require_regular(os.stat(path), path, most, error)
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        handle = os.open(path, flags)
+        try:
+            _require_regular(os.fstat(handle), path, most, error)  # it may have been replaced in between
+            return os.fdopen(handle, "rb")
+        except BaseException:
+            os.close(handle)
+            raise
+    except OSError as why:
+        if missing and isinstance(why, FileNotFoundError):
+            raise error(f"{path} {missing}") from why
+        raise error(f"{path} cannot be read ({why.strerror}).") from why
+    except (ValueError, TypeError) as why:  # a name with a zero byte in it, or no name at all
+        if isinstance(why, BilipError):
+            raise
+        raise error(f"{str(path)!r} is no name of a file ({why}).") from why
+
+
+def _require_regular(found: os.stat_result, path: str | Path, most: int, error: type[BilipError]) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((text for test, text in KINDS if test(found.st_mode)), "it is no regular file")
+        raise error(f"{path} cannot be read ({kind}).")
+    if found.st_size > most:
+        raise error(f"{path} has {found.st_size:,} bytes: at most {most:,} are read here.")
+
+
+def read_file(path: str | Path, *, most: int, error: type[BilipError] = InputError, missing: str = "") -> bytes:
+    """The bytes of a regular file, at most so many; the arguments are those of `open_regular`."""
+    with open_regular(path, most=most, error=error, missing=missing) as file:
+        try:
+            data = file.read(os.fstat(file.fileno()).st_size) or b""
+            while len(data) <= most and (more := file.read(2**20)):  # files of the kernel say that they have no bytes
+                data += more
+        except (OSError, MemoryError) as why:
+            raise error(f"{path} cannot be read ({getattr(why, 'strerror', None) or 'out of memory'}).") from why
+    if len(data) > most:
+        raise error(f"{path} has more than {most:,} bytes, which is all that is read here.")
+    return data
+
+
 def write_aside(path: str | Path, content: str | bytes) -> None:
     """Write a file whole or not at all: aside first, then renamed."""
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -37,7 +111,7 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if target.exists() and not target.is_file() and not target.is_dir():  # a pipe or a device is no file to replace
-            target.write_bytes(data)
+            _write_through(target, data)
             return
         aside.write_bytes(data)
         os.replace(aside, target)
@@ -46,3 +120,19 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def _write_through(target: Path, data: bytes, patience: float = 5.0) -> None:
+    """Write to a pipe or a device; a pipe that nobody reads is an error, not a wait without end."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            handle = os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+    os.set_blocking(handle, True)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)

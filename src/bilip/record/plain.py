@@ -7,13 +7,15 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from bilip.errors import RecordError
-from bilip.record.files import write_aside
+from bilip.errors import BilipError, RecordError
+from bilip.record.files import read_file, write_aside
 
-__all__ = ["from_plain", "read_json", "to_plain", "write_json"]
+__all__ = ["from_plain", "parse_json", "read_json", "to_plain", "write_json"]
 
+NESTING = 48
+MOST = 2**28  # bytes of a JSON file
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -69,11 +71,62 @@ def write_json(path: str | Path, value: Any) -> None:
     write_aside(path, json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n")
 
 
+def parse_json(data: str | bytes, where: str, *, strict: bool = True, advice: str = "It may be truncated.") -> Any:
+    """The value of a JSON text in UTF-8, with lists and tables at most 48 deep.
+
+    Args:
+        data: The text.
+        where: What it is called in errors.
+        strict: Refuse the bare words NaN and Infinity, which JSON does not know.
+        advice: What to do about a text that cannot be read.
+
+    Raises:
+        RecordError: It is no JSON, or nested deeper.
+
+    Example:
+        >>> parse_json("[" * 60 + "]" * 60, "the text")
+        Traceback (most recent call last):
+        ...
+        bilip.errors.RecordError: the text is nested deeper than 48 levels: it is not what bilip writes.
+    """
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{where} is not a text file; expected JSON in UTF-8.") from error
+    kind = "strict JSON" if strict else "readable JSON"
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant if strict else None)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except BilipError as error:
+        raise RecordError(f"{where} is not {kind} ({error}).") from error
+    except (ValueError, MemoryError) as error:
+        raise RecordError(f"{where} is not {kind} ({error}). {advice}") from error
+    level = [value]
+    for _ in range(NESTING + 1):
+        level = [part for whole in level if isinstance(whole, (list, dict)) for part in _parts(whole)]
+        if not level:
+            return value
+    raise _too_deep(where)
+
+
+def _parts(whole: list[Any] | dict[str, Any]) -> Any:
+    return whole.values() if isinstance(whole, dict) else whole
+
+
+def _too_deep(where: str) -> RecordError:
+    return RecordError(f"{where} is nested deeper than {NESTING} levels: it is not what bilip writes.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RecordError(f"the bare word {name} is not JSON")
+
+
 def read_json(path: str | Path) -> Any:
     """Read what `write_json` wrote.
 
     Raises:
-        RecordError: The file is missing, truncated or no JSON.
+        RecordError: The file is missing, truncated, too large, no regular file or no JSON.
 
     Example:
         >>> import tempfile
@@ -82,9 +135,4 @@ def read_json(path: str | Path) -> Any:
         ...     read_json(f"{folder}/a.json")
         {'worst': nan}
     """
-    try:
-        return from_plain(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise RecordError(f"{path} is not readable JSON ({error}). It may be truncated.") from error
+    return from_plain(parse_json(read_file(path, most=MOST, error=RecordError), str(path), strict=False))

@@ -46,6 +46,8 @@ class ActivationNorm(Penalty):
         >>> penalty(model, x, step=0).backward()
     """
 
+    uses_log_det = False
+
     def __init__(self, weight: float, every: int = 1, *, at: str = "levels") -> None:
         super().__init__(weight, every)
         if at not in PLACES:

@@ -66,6 +66,8 @@ class FiniteDifference(Penalty):
         (0.0, 32, 0)
     """
 
+    uses_log_det = False
+
     def __init__(
         self,
         weight: float,

@@ -39,6 +39,7 @@ class Penalty(ABC):
     Attributes:
         seen: Samples that were looked at so far.
         skipped: How many of them were left out, because the network gives NaN or Inf for them.
+        uses_log_det: Whether it looks at the log-determinant of `latent`; a task need not compute it for one that does not.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -50,6 +51,8 @@ class Penalty(ABC):
         >>> float(penalty(real_nvp(2, blocks=1), x, step=3)), penalty(real_nvp(2, blocks=1), x, step=5) > 0
         (0.0, tensor(True))
     """
+
+    uses_log_det: bool = True
 
     def __init__(self, weight: float, every: int = 1) -> None:
         self.weight = self._number("weight", weight, least=0.0)

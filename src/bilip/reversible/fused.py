@@ -67,6 +67,9 @@ def sums(flat: Tensor, scale: Tensor, key: Fingerprint) -> Tensor:
     """The two sums of each row."""
     flat = flat.contiguous()
     found = _sums_like(flat)
+    if found.dtype == torch.float64:  # Triton takes numbers as float32, which would round the factor
+        _launch(_sums, flat, flat, scale, key.counter, key.key, 1.0, found)
+        return found.div_(norm(flat.shape[1]))
     _launch(_sums, flat, flat, *_key(key, scale, flat), found)
     return found
 

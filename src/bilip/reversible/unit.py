@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -104,10 +105,7 @@ class Unit(ABC):
     ) -> tuple[Ran, Sequence[Tensor]]:
         """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
         point, given = x.detach(), leaf(context)
-        aside = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t, lambda t: t
-        )  # not for hooks that wait for the call's own
-        with torch.enable_grad(), aside:
+        with torch.enable_grad(), _unhooked():
             y, log, _ = Unit.run(self, point, given, log_det=log_det)
         found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
         return Ran(y.detach(), None if log is None else log.detach()), found
@@ -133,6 +131,16 @@ class Unit(ABC):
         """Input and gradient from output and gradient; `known` is the input where it was kept, `outside` are tensors that the block uses
         without owning them.
         """
+
+
+def _unhooked() -> AbstractContextManager[Any]:
+    """A context in which no hook of the caller sees the tensors that are stored: those wait for the tensors of the call itself.
+
+    Where there is no such hook, nothing is done: blocks that differentiate inside in batches cannot do so under hooks on a GPU.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 class Generic(Unit):

@@ -8,13 +8,14 @@ from bilip.training.loop import Trained, train
 from bilip.training.machines import launch
 from bilip.training.settings import Settings
 from bilip.training.state import load_weights, read_state, save_state
-from bilip.training.task import Task
+from bilip.training.task import Draw, Task
 
 if TYPE_CHECKING:
     from bilip.training.callback import StabilityCallback
 
 __all__ = [
     "Average",
+    "Draw",
     "Log",
     "Settings",
     "StabilityCallback",

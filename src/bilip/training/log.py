@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import CheckpointError, InputError
+from bilip.record.files import open_regular, read_file
 
 __all__ = ["Log", "read_log"]
 
 KINDS = ("train", "evaluation")
+MOST = 2**32  # bytes of a log
 
 
 class Log:
@@ -55,7 +57,7 @@ class Log:
             if path.stem in self.sizes:
                 self._cut(path, self.sizes[path.stem])
             elif path.exists():
-                with path.open("rb") as file:
+                with open_regular(path, most=MOST) as file:
                     if file.read(5) != b"step,":
                         raise InputError(
                             f"{path} is not a log of this loop, and would be overwritten. Choose another folder."
@@ -65,7 +67,7 @@ class Log:
 
     @staticmethod
     def _cut(path: Path, size: int) -> None:
-        if not path.exists() or path.stat().st_size < size:
+        if not path.is_file() or path.stat().st_size < size:
             raise CheckpointError(
                 f"{path} is shorter than its checkpoint says. Restore it, or delete the folder to begin anew."
             )
@@ -79,8 +81,8 @@ class Log:
         path = Path(self.folder) / f"{kind}.csv"
         names = ["step", *values]
         if kind not in self._columns and path.exists():
-            with path.open(newline="") as file:
-                self._columns[kind] = next(csv.reader(file))
+            with open_regular(path, most=MOST) as file:
+                self._columns[kind] = next(csv.reader([file.readline().decode("utf-8", "replace")]), [])
         if self._columns.setdefault(kind, names) != names:
             raise CheckpointError(
                 f"{path} has the columns {', '.join(self._columns[kind])}; now there are {', '.join(names)}. Give the same names each "
@@ -105,13 +107,22 @@ class Log:
 
 
 def read_log(folder: str | Path, kind: str) -> dict[str, list[float]]:
-    """The columns of a CSV file that a run wrote; empty if it wrote none."""
+    """The columns of a CSV file that a run wrote; empty if it wrote none.
+
+    Raises:
+        CheckpointError: The file is damaged or foreign.
+    """
     path = Path(folder) / f"{kind}.csv"
     if not path.exists():
         return {}
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file))
-    return {name: [float(row[k]) for row in rows[1:]] for k, name in enumerate(rows[0])}
+    data = read_file(path, most=MOST, error=CheckpointError)
+    try:
+        rows = list(csv.reader(io.StringIO(data.decode("utf-8"), newline="")))
+        return {name: [float(row[k]) for row in rows[1:]] for k, name in enumerate(rows[0] if rows else ())}
+    except (ValueError, IndexError, csv.Error) as error:
+        raise CheckpointError(
+            f"{path} is not a log of this loop ({error}). It may be truncated: copy it again."
+        ) from error
 
 
 def _board(folder: Path, step: int) -> Any:

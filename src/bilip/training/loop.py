@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from bilip.data import seed_of
-from bilip.errors import InputError, TrainingDiverged
+from bilip.errors import InputError, Stopped, TrainingDiverged
 from bilip.training.interrupt import Interrupts
 from bilip.training.lock import alone
 from bilip.training.machines import launch
@@ -27,12 +28,19 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
 def train(
-    task: Task, settings: Settings, folder: str | Path, *, fabric: Any = None, progress: Progress | None = None
+    task: Task,
+    settings: Settings,
+    folder: str | Path,
+    *,
+    fabric: Any = None,
+    progress: Progress | None = None,
+    deadline: float | None = None,
 ) -> Trained:
     """Train a model, or go on where an earlier run in the same folder was stopped.
 
     Every random number is a function of seed, step and purpose, so a run that was killed at any moment and resumed ends with the same
-    weights and logs as one that was not: bit for bit on a CPU with the same number of threads. Ctrl-C saves before it stops.
+    weights and logs as one that was not: bit for bit on a CPU with the same number of threads. Ctrl-C, SIGTERM and
+    the deadline save before they stop.
 
     Args:
         task: Model, data and loss. The model ends with the last weights (those of the average are in `last.safetensors`).
@@ -40,8 +48,10 @@ def train(
         folder: Where checkpoints and logs go.
         fabric: A launched Fabric, for several runs in one program; by default one is made from the settings.
         progress: Called as `progress(done, steps, latest)`; by default a bar in the terminal.
+        deadline: When to save and stop, in the seconds of `time.time()`; `None` for never.
 
     Raises:
+        Stopped: The deadline has passed, or SIGTERM asked to end; the state is saved.
         TrainingDiverged: A loss was not finite.
         CheckpointError: The folder holds a run of another model or with other settings.
 
@@ -65,10 +75,10 @@ def train(
         run = Run(task, settings, Path(folder), fabric)
         stack.callback(run.log.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = stack.enter_context(Interrupts(deadline))
         try:
             _to_the_end(run, show, interrupts)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             if run.between_steps:
                 run.save()
             raise
@@ -77,6 +87,8 @@ def train(
 
 def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
     settings, latest = run.settings, {}
+    if not run.done and settings.evaluates(0):
+        latest |= _evaluated(run)
     while run.done < settings.steps:
         step, run.between_steps = run.done, False
         run.set_rate(settings.rate(step))
@@ -86,7 +98,7 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         run.done, run.summed = step + 1, run.summed + 1
         if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
             latest |= _logged(run)
-        if settings.due(settings.evaluate_every, run.done):
+        if settings.evaluates(run.done):
             latest |= _evaluated(run)
         if settings.due(settings.save_every, run.done) and not run.save() and run.done == settings.steps:
             raise TrainingDiverged(
@@ -94,8 +106,15 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
             )
         run.between_steps = True
         progress(run.done, settings.steps, latest)
-        interrupts.check()
+        interrupts.check(*_shared_clock(run))
     run.fabric.barrier()
+
+
+def _shared_clock(run: Run) -> tuple[float, ...]:
+    """The time by which all processes judge the deadline: that of the first, asked for now and then."""
+    if run.fabric.world_size == 1:
+        return (time.time(),)
+    return (run.fabric.broadcast(time.time()),) if run.done % run.settings.log_every == 0 else ()
 
 
 def _logged(run: Run) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +22,27 @@ from bilip.training.average import Average
 from bilip.training.log import Log
 from bilip.training.machines import own_rows
 from bilip.training.settings import Settings
-from bilip.training.state import load_weights, read_state, restore_optimizer, save_state, split_optimizer
+from bilip.training.state import load_weights, read_state, require_kind, restore_optimizer, save_state, split_optimizer
 from bilip.training.step import CapturedStep, Step
-from bilip.training.task import Objective, Task
+from bilip.training.task import Draw, Objective, Task
 
 __all__ = ["Run", "Trained"]
 
-FACTS = {
-    "step",
-    "settings",
-    "trainable",
-    "optimizer",
-    "scaler",
-    "best_step",
-    "best_loss",
-    "guards",
-    "penalties",
-    "log",
-    "sums",
-    "summed",
+FACTS: dict[str, Any] = {
+    "step": int,
+    "settings": dict,
+    "trainable": list,
+    "optimizer": list,
+    "scaler": dict,
+    "best_step": int,
+    "best_loss": (int, float),
+    "guards": dict,
+    "penalties": list,
+    "log": dict,
+    "sums": list,
+    "summed": int,
 }
+INSIDE = {"trainable": str, "optimizer": dict, "guards": dict, "penalties": dict, "log": int, "sums": str}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,13 @@ class Run:
         captured = settings.captures(fabric.device.type, fabric.world_size) and self._same_work()
         wrapped, self.optimizer = fabric.setup(objective, make_optimizer(objective, settings, captured))
         if facts:
-            self._restore(tensors, facts)
+            try:
+                self._restore(tensors, facts)
+            except Exception as error:  # facts of any kind, so errors of any kind
+                text = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                raise CheckpointError(
+                    f"{self.last} does not fit this run ({text.rstrip('.'):.300}). Choose another folder, or delete it to begin anew."
+                ) from error
         step = Step(fabric, wrapped, self.optimizer, settings, self.average)
         self.step = CapturedStep(step, task, self.reseed) if captured else step
         self.log = Log(folder if self.main else None, facts.get("log"), self.done)
@@ -126,7 +135,7 @@ class Run:
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """This process's rows of the batch of a step, on its device."""
-        whole = self.task.batch(lambda purpose: seed_of(self.settings.seed, step, purpose))
+        whole = self.task.batch(Draw(self.settings.seed, step))
         if not isinstance(whole, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in whole) or not whole:
             raise InputError(f"Task.batch returned a {type(whole).__name__}: expected a tuple of tensors, as in (x,).")
         shapes = [tuple(tensor.shape) for tensor in whole]
@@ -160,8 +169,20 @@ class Run:
             "sums": list(self.sums),
             "summed": self.summed,
         }
+        self._keep_previous()
         save_state(self.last, tensors, facts)
         return True
+
+    def _keep_previous(self) -> None:
+        """The state before stays, as `previous.safetensors`, where the file system has links: the next one may be damaged."""
+        previous, aside = (
+            self.last.with_name("previous.safetensors"),
+            self.folder / f".previous.safetensors.{os.getpid()}",
+        )
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+            os.link(self.last, aside)
+            os.replace(aside, previous)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model, as a state names them."""
@@ -170,12 +191,17 @@ class Run:
     def _restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self.done, self.best_step, self.best_loss = facts["step"], facts["best_step"], facts["best_loss"]
         restore_optimizer(self.optimizer, tensors, facts["optimizer"])
+        if set(facts["scaler"]) != set(self.fabric.strategy.precision.state_dict()):
+            raise CheckpointError("its loss was scaled in another way")
         if facts["scaler"]:
             self.fabric.strategy.precision.load_state_dict(facts["scaler"])
+        for name in facts["sums"]:
+            require_kind(tensors[f"sums.{name}"], torch.zeros(()), f"sums.{name}")
         self.sums = {name: tensors[f"sums.{name}"].to(self.fabric.device) for name in facts["sums"]}
         self.summed = facts["summed"]
         if self.average is not None:
             for name, value in self.average.weights.items():
+                require_kind(tensors[f"average.{name}"], value, f"average.{name}")
                 value.copy_(tensors[f"average.{name}"])
         for name, walk in self._walks().items():
             walk.load_guard_state(facts["guards"].get(name, {}))
@@ -183,7 +209,9 @@ class Run:
             penalty.load_state(state)
 
     def _open(self) -> None:
-        for name in ("last", "best") if self.main else ():  # what a process that was killed while writing has left
+        for name in (
+            ("last", "previous", "best") if self.main else ()
+        ):  # what a process that was killed while writing has left
             for path in self.folder.glob(f".{name}.safetensors.*"):
                 path.unlink(missing_ok=True)
         other = [name for name, value in self.task.model.state_dict().items() if not isinstance(value, Tensor)]
@@ -195,7 +223,7 @@ class Run:
 
     def _same_work(self) -> bool:
         """Whether steps do the same work each time: what is drawn on the host would be frozen in a graph."""
-        model, size = self.task.model, math.prod(self.task.batch(lambda purpose: 0)[0].shape[1:])
+        model, size = self.task.model, math.prod(self.task.batch(Draw(0, 0))[0].shape[1:])
         roulette = any(
             isinstance(part.estimator, Roulette) or (part.estimator is None and size > 64)
             for part in model.modules()
@@ -212,11 +240,23 @@ class Run:
         return not roulette and not any(map(draws_numbers, replayed))
 
     def _require_same(self, facts: dict[str, Any]) -> None:
-        missing = FACTS - set(facts)
+        missing = set(FACTS) - set(facts)
         if missing:
             raise CheckpointError(
                 f"{self.last} is not the state of a run ({min(missing)!r} is missing; best.safetensors holds weights alone). Delete "
                 "it to begin anew."
+            )
+        for name, kind in FACTS.items():
+            parts = facts[name].values() if isinstance(facts[name], dict) else facts[name]
+            good = isinstance(facts[name], kind) and type(facts[name]) is not bool
+            good = good and (kind is not int or 0 <= facts[name] < 2**63)
+            if not good or (name in INSIDE and not all(type(part) is INSIDE[name] for part in parts)):
+                raise CheckpointError(
+                    f"{self.last} is not the state of a run ({name!r} is {facts[name]!r:.40}). Delete it to begin anew."
+                )
+        if bool(facts["sums"]) != bool(facts["summed"]) or any(size < 0 for size in facts["log"].values()):
+            raise CheckpointError(
+                f"{self.last} is not the state of a run (losses of no steps, or logs of less than nothing). Delete it to begin anew."
             )
         difference = self.settings.difference(facts["settings"])
         kinds = [state.get("kind") for state in facts["penalties"]], [type(p).__name__ for p in self.task.penalties]

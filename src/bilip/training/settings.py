@@ -31,6 +31,7 @@ class Settings:
         accumulate: Parts into which a batch is cut, one after the other, to save memory; the step stays the same.
         seed: Every random number is a function of it, the step and a purpose.
         evaluate_every: Steps from one evaluation to the next; 0 for one at the end only.
+        evaluate_at: Further steps after which there is an evaluation; 0 is before the first one.
         save_every: Steps from one checkpoint to the next; 0 for one at the end only.
         log_every: Steps from one logged row to the next.
         precision: As Lightning Fabric names it: `"32-true"`, `"64-true"`, `"bf16-mixed"`, `"16-mixed"`.
@@ -57,6 +58,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 0
     evaluate_every: int = 0
+    evaluate_at: tuple[int, ...] = ()
     save_every: int = 1000
     log_every: int = 100
     precision: str = "32-true"
@@ -85,8 +87,9 @@ class Settings:
         self._require(
             "betas", good and all(_number(b, above=-1e-9) and b < 1 for b in self.betas), "two numbers in [0, 1)"
         )
-        good = isinstance(self.milestones, tuple) and all(_whole(step, 0) for step in self.milestones)
-        self._require("milestones", good, "a tuple of steps")
+        for name in ("milestones", "evaluate_at"):
+            steps = getattr(self, name)
+            self._require(name, isinstance(steps, tuple) and all(_whole(s, 0) for s in steps), "a tuple of steps")
         self._require("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         self._require("device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
 
@@ -112,6 +115,10 @@ class Settings:
         """Whether something is due after so many steps: every so often, and at the end."""
         return done == self.steps or (every > 0 and done % every == 0)
 
+    def evaluates(self, done: int) -> bool:
+        """Whether there is an evaluation after so many steps."""
+        return done in self.evaluate_at or (done > 0 and self.due(self.evaluate_every, done))
+
     def defining(self) -> dict[str, Any]:
         """What a continued run has to have in common with its beginning; it may be longer."""
         values = {name: value for name, value in asdict(self).items() if name not in (*FREE, "steps")}
@@ -121,6 +128,10 @@ class Settings:
         """The first of the defining settings that another run had otherwise; empty if there is none."""
         mine = self.defining()
         for name in (field.name for field in fields(self) if field.name in mine):
+            if (
+                name == "evaluate_at" and not mine[name] and name not in other
+            ):  # a run from before there was such a setting
+                continue
             if mine[name] != other.get(name):
                 return f"{name}={other.get(name)!r} there, {name}={mine[name]!r} now"
         return ""

@@ -1,26 +1,35 @@
 """Training state as one safetensors file: tensors, and everything else as JSON in its header.
 
-One file is replaced at once, so that a run killed at any moment leaves a whole state behind. Loading reads numbers and JSON; nothing is
-executed.
+One file is replaced at once, so that a run killed at any moment leaves a whole state behind; it holds the SHA-256 of itself, so that damage
+is found. Loading reads numbers and JSON; nothing is executed.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bilip.errors import CheckpointError, MissingExtra
+from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.record import write_aside
+from bilip.record.checksum import UNSEALED, is_whole, seal
+from bilip.record.files import read_file
+from bilip.record.header import read_header
+from bilip.record.plain import parse_json
 
 __all__ = ["load_weights", "read_state", "restore_optimizer", "save_state", "split_optimizer"]
 
 FORMAT = "bilip-training"
-VERSION = 1
+VERSION = 2  # 1 had no checksum
+MOST = 2**38
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def save_state(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -34,46 +43,76 @@ def save_state(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[s
         >>> tensors["a"].tolist(), facts["step"]
         ([1.0, 1.0], 3)
     """
-    document = json.dumps({"format": FORMAT, "version": VERSION, **facts})
+    document = json.dumps({"format": FORMAT, "version": VERSION, "sha256": UNSEALED, **facts})
     plain = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
-    write_aside(path, _safetensors().save(plain, metadata={"bilip": document}))
+    write_aside(path, seal(_safetensors().save(plain, metadata={"bilip": document})))
 
 
 def read_state(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a file that `save_state` wrote.
 
+    States of bilip 0.1 have no checksum; they are read, with a warning that says so.
+
     Raises:
-        CheckpointError: The file is missing, truncated, foreign or from another version.
+        CheckpointError: The file is missing, truncated, damaged, foreign or from another version.
     """
     source = Path(path)
     try:
-        data = source.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        text = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("bilip", "{}")
-        tensors, facts = _safetensors().load(data), json.loads(text)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source} does not exist.") from error
-    except MissingExtra:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{source} is not a readable training state ({error}). Delete it to begin anew, or copy it again."
-        ) from error
+        return _read(source)
+    except _Damaged as error:
+        raise CheckpointError(f"{error} {_left_of(source)}") from error
+
+
+class _Damaged(CheckpointError):
+    """A state that cannot be used, though another one beside it may."""
+
+
+def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    data = read_file(source, most=MOST, error=CheckpointError, missing="does not exist.")
+    header = read_header(
+        io.BytesIO(data), len(data), lambda why: _Damaged(f"{source} is not a readable training state ({why}).")
+    )
+    try:
+        facts = parse_json(header.metadata.get("bilip", "{}"), "its list of facts", strict=False, advice="")
+    except BilipError as error:
+        raise _Damaged(f"{source} is not a readable training state ({str(error).rstrip('. ')}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CheckpointError(f"{source} was not written by a bilip training run. Choose another folder.")
-    if facts.get("version") != VERSION:
+    version = facts.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{source} has version {facts.get('version')!r}; this bilip reads version {VERSION}. Finish that run with the bilip "
+            f"{source} has version {version!r:.40}; this bilip reads versions 1 to {VERSION}. Finish that run with the bilip "
             "that began it, or choose another folder."
         )
-    return tensors, facts
+    if version == 1:
+        warnings.warn(f"{source} has no checksum, as in bilip 0.1: damage would go unnoticed.", stacklevel=3)
+    elif not is_whole(data, facts.pop("sha256", None)):
+        raise _Damaged(f"{source} is damaged: its checksum is another one.")
+    safetensors = _safetensors()
+    try:
+        return safetensors.load(data), facts
+    except Exception as error:
+        raise _Damaged(f"{source} is not a readable training state ({error!s:.300}).") from error
+
+
+def _left_of(source: Path) -> str:
+    """What there is beside a damaged state to go back to."""
+    for name, advice in (("previous", "rename it to {} to go on from there"), ("best", "it holds weights alone")):
+        other = source.with_name(f"{name}.safetensors")
+        if source.name == "last.safetensors" and other.is_file():
+            try:
+                step = _read(other)[1].get("step")
+            except BilipError:
+                continue
+            return f"The last good state is {other}, after {step} steps: {advice.format(source.name)}."
+    return "Copy it again, or delete it to begin anew."
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str | Path = "the state") -> None:
     """Fill a model with the weights `model.*` of a state, or with all tensors where none is called so.
 
     Raises:
-        CheckpointError: They are those of another architecture.
+        CheckpointError: They are those of another architecture, or no floats where floats are expected.
     """
     inner = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     inner = inner or dict(tensors)
@@ -86,7 +125,22 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str | P
             f"{where} holds the weights of another architecture: {len(wrong)} names or shapes differ, the first is "
             f"{wrong[0]}. Choose another folder, or the configuration of that run."
         )
+    for name, value in wanted.items():
+        require_kind(inner[name], value, f"{where}, tensor {name!r},")
     model.load_state_dict(inner)
+
+
+def require_kind(found: Tensor, like: Tensor, where: str) -> None:
+    """Raise a `CheckpointError` unless a tensor has the shape of another, and floats for floats or exactly its dtype."""
+    fits = found.dtype in FLOATS if like.is_floating_point() else found.dtype == like.dtype
+    if not fits or found.shape != like.shape:
+        raise CheckpointError(
+            f"{where} is {_kind(found)} of shape {tuple(found.shape)}; expected {_kind(like)} of shape {tuple(like.shape)}."
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -108,14 +162,45 @@ def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], plain: list[dict[str, Any]]
 ) -> None:
-    """The inverse of `split_optimizer`; learning rates and other options stay as they are."""
+    """The inverse of `split_optimizer`; learning rates and other options stay as they are.
+
+    Every tensor is laid out in memory as its parameter is: the fused kernels go through both in the order of the memory.
+
+    Raises:
+        CheckpointError: The state is that of other parameters.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for entry in plain:
-        k = int(entry["parameter"])
-        state[k] = {name: value for name, value in entry.items() if name != "parameter"}
+        k = entry.get("parameter") if isinstance(entry, dict) else None
+        if type(k) is not int or not 0 <= k < len(parameters) or k in state:
+            raise CheckpointError(
+                f"the state of the optimizer names parameter {k!r:.40} of {len(parameters)}, or one twice."
+            )
         prefix = f"optimizer.{k}."
-        state[k] |= {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
+        state[k] = {name: value for name, value in entry.items() if name != "parameter"}
+        state[k] |= {
+            name.removeprefix(prefix): _laid_out(v, parameters[k])
+            for name, v in tensors.items()
+            if name.startswith(prefix)
+        }
+        for name, value in state[k].items():
+            if isinstance(value, Tensor):
+                require_kind(value, parameters[k] if name != "step" else torch.zeros(()), f"{prefix}{name}")
+            elif not isinstance(value, (int, float, NoneType)):
+                raise CheckpointError(f"the state of the optimizer holds {prefix}{name} = {value!r:.40}.")
+        if not {"exp_avg", "exp_avg_sq", "step"} <= set(state[k]):
+            raise CheckpointError(f"the state of the optimizer lacks the moments of parameter {k}.")
+    lost = [name for name in tensors if name.startswith("optimizer.") and name.split(".")[1] not in map(str, state)]
+    if lost:
+        raise CheckpointError(f"the state of the optimizer does not say whose {lost[0]} is.")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape:
+        return value.clone()
+    return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _safetensors():

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bilip.data import seed_of
 from bilip.errors import InputError
 from bilip.regularizers import Penalty
 
-__all__ = ["Objective", "Task"]
+__all__ = ["Draw", "Objective", "Task"]
 
-Draw = Callable[[str], int]
+
+@dataclass(frozen=True)
+class Draw:
+    """The seeds of one step, one for each purpose.
+
+    Attributes:
+        seed: The run's.
+        step: Number of the step, from 0.
+
+    Example:
+        >>> draw = Draw(seed=0, step=17)
+        >>> draw("data")
+        6908351948378805153
+    """
+
+    seed: int
+    step: int
+
+    def __call__(self, purpose: str) -> int:
+        """A seed, 63 bits, for one purpose in this step."""
+        return seed_of(self.seed, self.step, purpose)
 
 
 @dataclass(frozen=True)
@@ -23,7 +45,7 @@ class Task:
     Args:
         model: What has the parameters.
         batch: From `draw` to the tensors of a whole batch, over all processes: `draw("data")` is a seed for that purpose in this step.
-            Its rows are shared out to the processes.
+            `draw.step` is the number of the step. Its rows are shared out to the processes.
         loss: From the model, the step and the tensors of a batch to scalars by name. `"loss"` is minimised, all are logged. A mean over the
             batch, so that the shares of several processes average to it.
         evaluate: From the model, in evaluation mode, and the number of steps done to numbers for the log. The weights with the smallest
@@ -43,7 +65,7 @@ class Task:
     """
 
     model: nn.Module
-    batch: Callable[[Draw], tuple[Tensor, ...]]
+    batch: Callable[[Any], tuple[Tensor, ...]]
     loss: Callable[..., Mapping[str, Tensor]]
     evaluate: Callable[[nn.Module, int], Mapping[str, float]] | None = None
     penalties: Sequence[Penalty] = ()

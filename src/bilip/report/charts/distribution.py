@@ -68,8 +68,13 @@ def distribution_figure(
 
 
 def _extremes(h: Histogram) -> list[float]:
-    edges = [10.0 ** (k / h.PER_DECADE) for k in (min(h.counts), max(h.counts) + 1)] if h.counts else []
+    edges = [_power(k / h.PER_DECADE) for k in (min(h.counts), max(h.counts) + 1)] if h.counts else []
     return [*edges, *([0.0] if h.zeros else []), *([math.inf] if h.infinite + h.nans else [])]
+
+
+def _power(exponent: float) -> float:
+    """10 to this power; the last bin of a histogram ends beyond the largest float."""
+    return 10.0 ** min(exponent, 308.25)
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,12 @@ def _bars(h: Histogram, scale: LogScale, limit: float) -> dict[str, Any]:
             coarse[k // COARSE] = coarse.get(k // COARSE, 0) + n
     bars = [_Bar(scale.zero, lane, h.zeros, False, "exactly 0")] if h.zeros else []
     for k, n in sorted(coarse.items()):
-        low, high = 10 ** (k * width), 10 ** ((k + 1) * width)
+        low, high = _power(k * width), _power((k + 1) * width)
         bars.append(_Bar((k + 0.5) * width, width, n, low >= limit, f"{number(low)} to {number(high)}"))
     if over:
-        bars.append(_Bar(scale.over, lane, over, True, f"above {number(10.0**scale.high)}, up to {number(h.largest)}"))
+        bars.append(
+            _Bar(scale.over, lane, over, True, f"above {number(_power(scale.high))}, up to {number(h.largest)}")
+        )
     if h.infinite + h.nans:
         text = f"{h.infinite:,} Inf, {h.nans:,} NaN"
         bars.append(_Bar(scale.broken, lane, h.infinite + h.nans, True, text))

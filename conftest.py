@@ -1,6 +1,10 @@
+"""Options and fixtures of all tests and doctests: device, dtype, seed and threads."""
+
 import os
+import random
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +20,20 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device the maps run on")
     parser.addoption("--dtype", default="float32", choices=["float32", "float64"], help="dtype of the round-trip tests")
+    parser.addoption("--seed", default=0, type=int, help="seed of tests and doctests that do not set one")
+    parser.addoption("--threads", default=None, type=int, help="call torch.set_num_threads with this number first")
+
+
+def pytest_configure(config):
+    if (threads := config.getoption("--threads")) is not None:
+        torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items):
+    """The examples of the guides print numbers."""
+    for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker(pytest.mark.numeric)
 
 
 @pytest.fixture
@@ -29,5 +47,8 @@ def dtype(request):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+def _seed(request):
+    seed = request.config.getoption("--seed")
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)

@@ -1,0 +1,205 @@
+"""Whether an object computes what its class says: the one place that decides if a proof may read it.
+
+A bound is proved about a class: `nn.ReLU`, `AffineCoupling`. It speaks about an object only if nothing was changed on the way:
+no hooks, no method replaced on the object or on its class, and no subclass that overrides a method and keeps what was
+proved about the original. Nets, blocks, their partitions and scales, and foreign modules all pass here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import FunctionType
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations, parametrize
+
+__all__ = ["as_born", "changed", "parametrized", "tampered", "unstated"]
+
+# Names that a subclass may define without changing what is computed.
+_HARMLESS = frozenset(
+    {
+        *(
+            "__init__",
+            "__new__",
+            "__post_init__",
+            "reset_parameters",
+            "train",
+            "extra_repr",
+            "_get_name",
+            "__repr__",
+            "__str__",
+        ),
+        *(
+            "__doc__",
+            "__module__",
+            "__qualname__",
+            "__dict__",
+            "__weakref__",
+            "__slots__",
+            "__annotations__",
+            "__constants__",
+        ),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__"),
+        *(
+            "__orig_bases__",
+            "__parameters__",
+            "__abstractmethods__",
+            "_abc_impl",
+            "__init_subclass__",
+            "__class_getitem__",
+        ),
+        *("__eq__", "__hash__", "__len__", "__dir__", "__setattr__", "__delattr__", "__match_args__", "__replace__"),
+        *("__dataclass_fields__", "__dataclass_params__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"),
+        *(
+            "__getstate__",
+            "__setstate__",
+            "state_dict",
+            "load_state_dict",
+            "_load_from_state_dict",
+            "_save_to_state_dict",
+        ),
+        *(
+            "get_extra_state",
+            "set_extra_state",
+            "_version",
+            "_apply",
+            "out_shape",
+            "in_shape",
+            "parts",
+            "check",
+            "spec",
+        ),
+    }
+)
+# What a call of any module goes through.
+_CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
+# Global hooks of torch's own that only watch.
+_WATCHERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
+
+# Parametrizations that give the same weight at every call, in evaluation mode.
+_UNDERSTOOD = tuple(getattr(parametrizations, name) for name in ("_SpectralNorm", "_WeightNorm", "_Orthogonal"))
+
+_BORN: WeakKeyDictionary[type, dict[str, object]] = WeakKeyDictionary()
+_METHODS: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def as_born(*kinds: type) -> None:
+    """Remember the methods of classes as they are now, so that one replaced later is noticed."""
+    for kind in kinds:
+        names = _CALL if kind is nn.Module else [name for name, value in vars(kind).items() if _is_method(value)]
+        _BORN[kind] = {name: vars(kind)[name] for name in names if name in vars(kind)}
+
+
+def tampered(thing: object) -> str | None:
+    """What was done to an object or its class that may change what it computes, as the rest of a sentence; `None` if nothing.
+
+    Example:
+        >>> act = nn.ReLU()
+        >>> tampered(act)
+        >>> act.forward = lambda x: 100 * x
+        >>> tampered(act)
+        'has its method forward replaced'
+    """
+    kind = type(thing)
+    if isinstance(thing, nn.Module):
+        if thing._forward_hooks or thing._forward_pre_hooks:
+            return "has hooks that may change what it computes"
+        if any(
+            getattr(hook, "__module__", None) not in _WATCHERS
+            for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+            for hook in hooks.values()
+        ):
+            return "is called under global hooks that may change what it computes"
+        compiled = thing._compiled_call_impl
+        if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != thing._call_impl:
+            return "has its method _compiled_call_impl replaced"
+    methods = _methods(kind)
+    for name in getattr(thing, "__dict__", ()):
+        if name in methods:
+            return f"has its method {name} replaced"
+    for ancestor in kind.__mro__:
+        for name, value in _BORN.get(ancestor, {}).items():
+            if vars(ancestor).get(name) is not value:
+                return f"has the method {name} of its class {ancestor.__name__} replaced"
+    return None
+
+
+def parametrized(module: nn.Module) -> str | None:
+    """By what a module is parametrized that may give another weight at every call, as the rest of a sentence; `None` if by nothing.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        >>> parametrized(layer)
+        >>> parametrize.register_parametrization(layer, "bias", nn.Dropout()) is layer
+        True
+        >>> parametrized(layer)
+        "is parametrized by Dropout, which is not one of torch's own"
+    """
+    if not parametrize.is_parametrized(module):
+        return None
+    for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
+        for part in (parts, *parts) if isinstance(parts, parametrize.ParametrizationList) else (parts,):
+            why = tampered(part)
+            own = type(part).__module__.split(".")[0] == "bilip"
+            if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:
+                why = "is not one of torch's own"
+            if why is not None:
+                return f"is parametrized by {type(part).__name__}, which {why}"
+    return None
+
+
+def changed(kind: type, count: int, stated: Iterable[str] = ()) -> str | None:
+    """The first method that the first `count` classes of a class's ancestry override, as `Class.method`; `None` if none do.
+
+    Constructors, representations and what belongs to saving do not count, nor do bilip's own classes or the names in `stated`.
+    """
+    order = kind.__mro__
+    for k, part in enumerate(order[:count]):
+        if part.__module__.split(".")[0] == "bilip":
+            continue
+        for name, value in vars(part).items():
+            if name in _HARMLESS or name in stated:
+                continue
+            before = next((vars(later)[name] for later in order[k + 1 :] if name in vars(later)), None)
+            special = name.startswith("__") and name.endswith("__")
+            if (special and callable(value)) or (before is not None and (_is_method(before) or _is_method(value))):
+                return f"{part.__name__}.{name}"
+    return None
+
+
+def unstated(kind: type, statements: Iterable[str], root: type) -> str | None:
+    """A method that a subclass overrides although what is proved about the class was stated before; `None` if there is none.
+
+    Args:
+        kind: The class.
+        statements: The methods that state what is proved.
+        root: The abstract class; what it states in general counts as stated by the class right below it.
+
+    Example:
+        >>> Doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * x, "__module__": "mine"})
+        >>> unstated(Doubled, ("held_weight",), nn.Module)
+        'Doubled.forward'
+    """
+    order = kind.__mro__
+    end = order.index(root)
+    places = [next((k for k, part in enumerate(order) if name in vars(part)), end) for name in statements]
+    return changed(kind, min(max(places, default=end), end - 1), statements)
+
+
+def _methods(kind: type) -> frozenset[str]:
+    """The names that are methods of a class, and so no business of its objects."""
+    if kind not in _METHODS:
+        found = {name for part in kind.__mro__ for name, value in vars(part).items() if _is_method(value)}
+        _METHODS[kind] = frozenset(found)
+    return _METHODS[kind]
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, (FunctionType, classmethod, staticmethod, property)) or (
+        callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
+    )
+
+
+as_born(nn.Module, parametrize.ParametrizationList, *_UNDERSTOOD)

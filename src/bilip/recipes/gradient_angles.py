@@ -1,0 +1,135 @@
+"""How far memory-saving gradients are from stored ones while a classifier trains.
+
+The runs are those of `cifar10_classifier`, trained with stored gradients (with FD: memory-saving and guarded). Where that recipe has
+measured a run with the same configuration, in the folder beside this one, its angles are taken and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bilip import figures
+from bilip.recipes import cifar10_classifier
+from bilip.recipes.cifar10_classifier import Config
+from bilip.recipes.piece import kept
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.record import to_plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RECIPE"]
+
+TITLES = {
+    "additive-conv1x1-none": "additive",
+    "affine-conv1x1-none": "affine",
+    "affine-conv1x1-fd": "affine, FD",
+    "affine-conv1x1-nf": "affine, NF",
+}
+LIMIT = 1e-2
+CURVES = ("log_step", "log_angle", "log_angle_finite", "log_angle_worst", "log_angle_lost", "log_error_mean")
+NUMBERS = ("epochs", "steps", "images", "weight", "gradients", "test_accuracy", "invertible", "diverged")
+
+
+class GradientAngles(Recipe):
+    """The angle between two gradients of the same loss, along training."""
+
+    name = "gradient_angles"
+    where = "figures on the angle between memory-saving and true gradients, introduction and appendix"
+    claim = "Memory-saving gradients of the affine classifier turn away and become NaN; additive, FD and NF keep the angle small."
+    sizes: Mapping[str, Config] = cifar10_classifier.RECIPE.sizes
+    cost: Mapping[str, str] = {
+        "quick": "a minute on two cores; seconds beside cifar10_classifier",
+        "gpu": "four runs of cifar10_classifier; seconds beside it",
+        "paper": "four runs of cifar10_classifier; seconds beside it",
+    }
+    matched = (
+        "40 fixed batches of training images, evaluation mode, the classification loss alone, the parameters of the trunk.",
+    )
+    corrected = (
+        "No augmentation, so that the batches are the same each time; the angle is 2 atan2(|u - v|, |u + v|) in float64, of gradients in "
+        "float32 without TF32. The original's arccosine in float32 cannot see below 3e-4 rad.",
+    )
+    partial = True
+
+    def parts(self, config: Config) -> Sequence[str]:
+        return tuple(TITLES)
+
+    def defining(self, config: Config) -> dict[str, Any]:
+        return cifar10_classifier.RECIPE.defining(config)
+
+    def run(self, part: str, config: Config, work: Work) -> Measured:
+        m = self.taken(part, config, work) or cifar10_classifier.RECIPE.run(part, config, work)
+        if not work.main:
+            return Measured({})
+        return Measured(
+            {name: m.numbers.get(name) for name in NUMBERS},
+            {name: m.arrays[name] for name in CURVES if name in m.arrays},
+        )
+
+    def taken(self, part: str, config: Config, work: Work) -> Measured | None:
+        """The same run of `cifar10_classifier`, from the folder beside this recipe's."""
+        here = work.folder.resolve()
+        if len(here.parents) < 5 or here.parents[2].name != "pieces":
+            return None
+        there, size = here.parents[4] / cifar10_classifier.RECIPE.name / "parts", here.parents[1].name
+        if not list(there.glob(f"{size}-seed{work.seed}-{part}.json")):
+            return None
+        found, about = kept(there, size, cifar10_classifier.RECIPE)
+        then, now = to_plain(about[work.seed][part]["config"]), to_plain(self.defining(config))
+        return found[work.seed][part] if all(now.get(key) == value for key, value in then.items()) else None
+
+    def lines(self, config: Config, found: Found) -> list[Line]:
+        said, lines = self.paper()["in_short"], []
+        for part, title in TITLES.items():
+            several = [curve(parts[part]) for parts in found.values() if part in parts]
+            if not several:
+                continue
+            broken = part == "affine-conv1x1-none"
+            lost = [_first_lost(parts[part]) for parts in found.values() if part in parts]
+            rule = [when is not None for when in lost] if broken else [_small(values) for _, values in several]
+            ours = [
+                f"up to {_largest(values):.1e}"
+                + (f", NaN from epoch {when:.2g} on" if when is not None else ", never NaN")
+                for (_, values), when in zip(several, lost, strict=True)
+            ]
+            lines.append(Line(f"{title}: mean angle (rad)", said[part], "; ".join(ours), all(rule)))
+        return lines
+
+    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+        drawn: dict[str, Figure] = {}
+        for name, parts in {"introduction": list(TITLES)[:2], "regularized": list(TITLES)[1:]}.items():
+            there = {part: [seeds[part] for seeds in found.values() if part in seeds] for part in parts}
+            curves = {TITLES[part]: [curve(m) for m in several] for part, several in there.items() if several}
+            if curves:
+                panel = "mean angle to the stored gradient (rad)"
+                drawn[name] = figures.curves({panel: curves}, xlabel="epoch")
+        return drawn
+
+
+def curve(measured: Measured) -> tuple[list[float], list[float]]:
+    """Epochs and mean angles, NaN where one batch has a gradient that is not finite."""
+    arrays, numbers = measured.arrays, measured.numbers
+    known = ~np.isnan(arrays["log_angle_lost"])
+    epochs = arrays["log_step"][known] * numbers["epochs"] / numbers["steps"]
+    return epochs.tolist(), arrays["log_angle"][known].tolist()
+
+
+def _first_lost(measured: Measured) -> float | None:
+    """The epoch of the first angle that is NaN."""
+    return next((epoch for epoch, value in zip(*curve(measured), strict=True) if math.isnan(value)), None)
+
+
+def _largest(values: Sequence[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=math.nan)
+
+
+def _small(values: Sequence[float]) -> bool:
+    return all(math.isfinite(value) and value < LIMIT for value in values)
+
+
+RECIPE = GradientAngles()

@@ -1,0 +1,173 @@
+"""Image sets by name: every form people have, and what is refused."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bilip.data import IMAGE_SETS, as_source, image_set, prepare_images
+from bilip.data import image_sets as module
+from bilip.errors import InputError, MissingExtra
+
+DRAW = np.random.default_rng(0)
+
+
+def pixels(count, side=32):
+    return DRAW.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+
+
+def test_what_was_prepared_is_found_by_name(tmp_path, monkeypatch):
+    x, y = pixels(5), np.array([3, 1, 4, 1, 5])
+    (tmp_path / "from").mkdir()
+    np.savez(tmp_path / "from" / "cifar10_train.npz", x=x, y=y)
+    np.savez(tmp_path / "from" / "test.npz", x=x[:2].transpose(0, 3, 1, 2), y=y[:2])
+    facts = prepare_images("cifar10", tmp_path / "from", tmp_path / "to")
+    assert facts["splits"]["train"]["count"] == 5
+    assert facts["splits"]["train"]["of"] == 50_000
+    assert facts["splits"]["train"]["checksums"] is False
+    assert json.loads((tmp_path / "to" / "cifar10" / "set.json").read_text())["splits"] == facts["splits"] | {
+        split: value | {"classes": list(value["classes"])} for split, value in facts["splits"].items()
+    }
+    found = image_set("cifar10", "train", tmp_path / "to")
+    assert np.array_equal(found.x.numpy(), x.transpose(0, 3, 1, 2))
+    assert found.y.tolist() == y.tolist()
+    assert found.classes[3] == "cat"
+    assert len(image_set("cifar10", "test", tmp_path / "to")) == 2
+    monkeypatch.setenv("BILIP_DATA", str(tmp_path / "to"))
+    assert len(image_set("cifar10")) == 5
+    source = as_source("pets", "cifar10:test")
+    assert (source.count, source.shape) == (2, (3, 32, 32))
+    assert "cifar10" in repr(source)
+
+
+def test_binary_batches_and_their_checksums(tmp_path, monkeypatch):
+    records = DRAW.integers(0, 10, (4, 3073), dtype=np.uint8)
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    path = tmp_path / "cifar-10-batches-bin" / "test_batch.bin"
+    records.tofile(path)
+    md5 = hashlib.md5(records.tobytes()).hexdigest()
+    known = dataclasses.replace(IMAGE_SETS["cifar10"], counts={"train": 50_000, "test": 4}, md5={"test": (md5,)})
+    monkeypatch.setattr(module, "IMAGE_SETS", {"cifar10": known})
+    assert len(image_set("cifar10", "test", tmp_path)) == 4
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["test"]["checksums"] is True
+    records[2, 1000] ^= 1
+    records.tofile(path)
+    with pytest.raises(InputError, match="checksum is another one"):
+        image_set("cifar10", "test", tmp_path)
+
+
+def test_mat_files_of_svhn(tmp_path):
+    from scipy.io import savemat
+
+    x = pixels(3)
+    savemat(tmp_path / "test_32x32.mat", {"X": x.transpose(1, 2, 3, 0), "y": np.array([[10], [1], [9]])})
+    found = image_set("svhn", folder=tmp_path)
+    assert np.array_equal(found.x.numpy(), x.transpose(0, 3, 1, 2))
+    assert found.y.tolist() == [0, 1, 9]
+    path = tmp_path / "test_32x32.mat"
+    path.write_bytes(path.read_bytes()[:700])
+    with pytest.raises(InputError, match=r"test_32x32.mat is not a file of SVHN"):
+        image_set("svhn", folder=tmp_path)
+
+
+def test_pictures_of_any_size_are_cut_and_averaged(tmp_path):
+    for kind, size in (("bubbly", (80, 64)), ("woven", (64, 100))):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        picture = np.zeros((size[1], size[0], 3), np.uint8)
+        top, left = (size[1] - 64) // 2, (size[0] - 64) // 2
+        picture[top : top + 64, left : left + 64] = np.repeat(np.repeat(pixels(1)[0], 2, 0), 2, 1)
+        Image.fromarray(picture).save(tmp_path / "images" / kind / "a.png")
+    found = image_set("textures", folder=tmp_path) if (tmp_path / "textures").exists() else None
+    assert found is None
+    with pytest.raises(InputError, match="looked for"):  # pictures are looked for in a folder of the set's name alone
+        image_set("textures", folder=tmp_path)
+    prepare_images("textures", tmp_path / "images", tmp_path)
+    found = image_set("textures", folder=tmp_path)
+    assert found.x.shape == (2, 3, 32, 32)
+    assert found.y.tolist() == [0, 1]
+    whole = np.asarray(Image.open(tmp_path / "images" / "bubbly" / "a.png"))[:, 8:72].transpose(2, 0, 1)
+    assert np.array_equal(found.x[0].numpy(), whole[:, ::2, ::2])
+    assert not found.x[0].eq(0).all(dim=0)[:, 0].all()  # what was cut off was black
+    (tmp_path / "images" / "woven" / "b.png").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"b.png is not a readable image"):
+        prepare_images("textures", tmp_path / "images", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"x": np.zeros((2, 28, 28, 3), np.uint8)}, r"shape \(3, 28, 28\), expected \(3, 32, 32\)"),
+        ({"x": np.zeros((10_001, 32, 32, 3), np.uint8)}, "10001 images, expected 1 to 10000"),
+        ({"x": np.zeros((2, 32, 32, 3), np.uint8), "y": np.array([0, 10])}, "labels 0 to 10, expected 0 to 9"),
+        ({"x": np.zeros((0, 32, 32, 3), np.uint8)}, "0 images"),
+    ],
+)
+def test_something_else_of_that_name(tmp_path, arrays, said):
+    np.savez(tmp_path / "cifar10_test.npz", **arrays)
+    with pytest.raises(InputError, match=said):
+        image_set("cifar10", "test", tmp_path)
+
+
+def test_what_is_missing(tmp_path):
+    with pytest.raises(
+        InputError, match=r"no train images of cifar10 .*data_batch_1.*Get cifar-10-binary.*bilip data cifar10 --from"
+    ):
+        image_set("cifar10", "train", tmp_path / "none")
+    with pytest.raises(InputError, match="there is no image set 'mnist': expected cifar10, svhn"):
+        image_set("mnist")
+    with pytest.raises(InputError, match="textures has no split 'train'"):
+        image_set("textures", "train")
+    with pytest.raises(InputError, match="holds no images of svhn"):
+        prepare_images("svhn", tmp_path)
+
+
+def test_through_hugging_face(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(path, config, split):
+        asked.append((path, config, split))
+        return [{"image": Image.fromarray(picture), "label": k} for k, picture in enumerate(pixels(2))]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    facts = prepare_images("svhn", None, tmp_path)
+    assert asked[0] == ("ufldl-stanford/svhn", "cropped_digits", "test")
+    assert facts["splits"]["test"]["count"] == 2
+    assert image_set("svhn", folder=tmp_path).y.tolist() == [0, 1]
+
+    def fails(*args, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fails))
+    with pytest.raises(InputError, match=r"could not be fetched .*no route.*--from FOLDER"):
+        prepare_images("cifar10", None, tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match="pip install datasets"):
+        prepare_images("cifar10", None, tmp_path)
+    with pytest.raises(InputError, match="places cannot be fetched"):
+        prepare_images("places", None, tmp_path)
+
+
+def test_the_command(tmp_path):
+    np.savez(tmp_path / "svhn.npz", x=pixels(2), y=np.arange(2))
+
+    def run(*words):
+        command = [sys.executable, "-m", "bilip", "data", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
+
+    done = run("svhn", "--from", tmp_path, "--to", tmp_path / "to")
+    assert done.returncode == 0, done.stderr
+    assert "svhn test: 2 images, a part of 26,032" in done.stdout
+    assert torch.equal(image_set("svhn", folder=tmp_path / "to").y, torch.arange(2))
+    listed = run("--to", tmp_path / "to").stdout
+    assert all(name in listed for name in IMAGE_SETS)
+    failed = run("svhn", "--from", tmp_path / "nowhere")
+    assert failed.returncode == 2
+    assert failed.stderr.count("\n") == 1

@@ -1,0 +1,296 @@
+"""A net is read only if it computes what its class says: nothing hooked, patched, overridden, changed or in place."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils.module_tracker import ModuleTracker
+
+from bilip import blocks
+from bilip.bounds import Box
+from bilip.errors import InputError, UnknownLipschitz
+from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldConv2d, HeldLinear, enclose, log_cap, log_lipschitz
+from bilip.nets.activations import ScaledSwish
+from bilip.nets.layers import overwriting
+
+
+def patched(layer, name, value=None):
+    original = getattr(layer, name)
+    layer.__dict__[name] = value or (lambda *given: 100 * original(*given))
+    return layer
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, given, output: 100 * output)
+    return layer
+
+
+def pre_hooked(layer):
+    layer.register_forward_pre_hook(lambda module, given: (100 * given[0],))
+    return layer
+
+
+def with_option(layer, **options):
+    for name, value in options.items():
+        setattr(layer, name, value)
+    return layer
+
+
+class Called(nn.Linear):
+    def __call__(self, x):
+        return 100 * super().__call__(x)
+
+
+class Forwarded(nn.Linear):
+    def forward(self, x):
+        return 100 * super().forward(x)
+
+
+class Convolved(nn.Conv2d):
+    def _conv_forward(self, *given):
+        return 100 * super()._conv_forward(*given)
+
+
+class Held(HeldLinear):
+    def _hold(self, weight):
+        return 100 * weight
+
+
+class HeldForward(HeldLinear):
+    def forward(self, input):
+        return 100 * super().forward(input)
+
+
+class Steep(ScaledSwish):
+    def forward(self, x):
+        return 100 * super().forward(x)
+
+
+class Repeated(nn.Sequential):
+    def __iter__(self):
+        return iter(list(self._modules.values()) * 2)
+
+
+class Named(nn.Linear):
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return 100 * value if name == "weight" else value
+
+
+class Joined(MLP):
+    def join(self, box, context):
+        return box
+
+
+class Vouched(Declared):
+    def forward(self, x, context=None):
+        return 100 * super().forward(x, context)
+
+
+class Louder(nn.Module):
+    def forward(self, weight):
+        return 100 * weight
+
+
+class Compiled(nn.Tanh):
+    pass
+
+
+def parametrized(layer, by):
+    parametrize.register_parametrization(layer, "weight", by)
+    return layer.eval()
+
+
+def normalized(layer, change):
+    layer = nn.utils.parametrizations.spectral_norm(layer).eval()
+    change(layer.parametrizations.weight[0])
+    return layer
+
+
+REFUSED = {
+    "hook": lambda: hooked(nn.Linear(2, 2)),
+    "pre-hook": lambda: pre_hooked(nn.Linear(2, 2)),
+    "hook on a container": lambda: hooked(nn.Sequential(nn.Linear(2, 2))),
+    "hook deep inside": lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), hooked(nn.Tanh()))),
+    "hook on a net's stack": lambda: with_option(MLP(2, 2), layers=hooked(MLP(2, 2).layers)),
+    "activation patched": lambda: nn.Sequential(nn.Linear(2, 2), patched(nn.ReLU(), "forward")),
+    "linear patched": lambda: patched(nn.Linear(2, 2), "forward"),
+    "call patched": lambda: patched(nn.Linear(2, 2), "_call_impl"),
+    "compiled call patched": lambda: with_option(Compiled(), _compiled_call_impl=lambda x: 100 * x),
+    "convolution patched": lambda: patched(nn.Conv2d(2, 2, 3), "_conv_forward"),
+    "held patched": lambda: patched(HeldLinear(2, 2, coefficient=0.5), "held_weight"),
+    "container patched": lambda: patched(nn.Sequential(nn.Linear(2, 2)), "forward"),
+    "net patched": lambda: patched(MLP(2, 2, lipschitz=0.5), "forward"),
+    "flatten patched": lambda: nn.Sequential(patched(nn.Flatten(), "forward"), nn.Linear(2, 2)),
+    "declared patched": lambda: patched(Declared(nn.Tanh(), lipschitz=0.5), "forward"),
+    "call overridden": lambda: Called(2, 2),
+    "forward overridden": lambda: Forwarded(2, 2),
+    "convolution overridden": lambda: Convolved(2, 2, 3),
+    "hold overridden": lambda: Held(2, 2, coefficient=0.5),
+    "held forward overridden": lambda: HeldForward(2, 2, coefficient=0.5),
+    "activation overridden": lambda: Steep(),
+    "order overridden": lambda: Repeated(nn.Linear(2, 2)),
+    "attributes overridden": lambda: Named(2, 2),
+    "join overridden": lambda: Joined(2, 2, context=1),
+    "declared overridden": lambda: Vouched(nn.Tanh(), lipschitz=0.5),
+    "unknown parametrization": lambda: parametrized(nn.Linear(2, 2), Louder()),
+    "parametrization patched": lambda: normalized(nn.Linear(2, 2), lambda part: patched(part, "forward")),
+    "parametrization hooked": lambda: normalized(nn.Linear(2, 2), hooked),
+    "padding mode of a held convolution": lambda: with_option(
+        HeldConv2d(2, 2, 3, coefficient=0.5), padding_mode="replicate"
+    ),
+    "circular held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), padding_mode="circular"),
+    "dilation of a held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), dilation=(2, 2)),
+    "kernel size of a held convolution": lambda: with_option(HeldConv2d(2, 2, 3, coefficient=0.5), kernel_size=(1, 1)),
+    "complex weights": lambda: nn.Linear(2, 2, dtype=torch.complex64),
+    "padding changed": lambda: with_option(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), padding=(0, 0)),
+    "negative coefficient": lambda: with_option(HeldLinear(2, 2, coefficient=0.5), coefficient=-1.0),
+    "inputs changed": lambda: with_option(MLP(2, 2, context=2), inputs=1),
+    "in place": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)),
+    "in place behind identity": lambda: nn.Sequential(nn.Identity(), nn.ELU(inplace=True), nn.Linear(2, 2)),
+    "in place behind flatten": lambda: nn.Sequential(nn.Flatten(), nn.SiLU(inplace=True), nn.Linear(2, 2)),
+    "in place behind dropout": lambda: nn.Sequential(nn.Dropout(), nn.ReLU6(inplace=True), nn.Linear(2, 2)).eval(),
+    "in place in the end": lambda: nn.Sequential(nn.Identity(), nn.Sequential(nn.Hardtanh(inplace=True))),
+    "in place behind declared": lambda: nn.Sequential(
+        Declared(nn.Identity(), lipschitz=1.0), nn.CELU(inplace=True), nn.Linear(2, 2)
+    ),
+    "dropout in training": lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)),
+    "nothing where a layer should be": lambda: nn.Sequential(nn.Linear(2, 2), None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_changed_net_is_refused_with_the_reason(name):
+    net = REFUSED[name]()
+    with pytest.raises(UnknownLipschitz):
+        log_lipschitz(net)
+    with pytest.raises(UnknownLipschitz):
+        enclose(net, Box(-1, 1, shape=(2,)))
+    assert log_cap(net) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hook", "Linear has hooks that may change what it computes"),
+        ("activation patched", "ReLU has its method forward replaced"),
+        ("forward overridden", "Forwarded has Forwarded.forward overridden"),
+        ("order overridden", "Repeated has Repeated.__iter__ overridden"),
+        ("unknown parametrization", "parametrized by Louder, which is not one of torch's own"),
+        ("padding mode of a held convolution", "HeldConv2d is held for zero padding"),
+        ("in place behind identity", "ELU works in place on what the net was given"),
+        ("dropout in training", r"Dropout is another map at every call in training mode \(call .eval\(\)\)"),
+        ("inputs changed", "MLP has inputs=1 and context=2, but its first layer takes 4"),
+    ],
+)
+def test_reasons(name, reason):
+    with pytest.raises(UnknownLipschitz, match=reason):
+        log_lipschitz(REFUSED[name]())
+
+
+def is_refused(net):
+    try:
+        log_lipschitz(net)
+    except UnknownLipschitz:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (nn.ReLU, "forward"),
+        (nn.Linear, "forward"),
+        (nn.Conv2d, "_conv_forward"),
+        (nn.Module, "_call_impl"),
+        (nn.Sequential, "forward"),
+        (HeldLinear, "held_weight"),
+        (GainConv2d, "forward"),
+    ],
+)
+def test_a_class_patched_after_import_is_refused(kind, name):
+    nets = (MLP(2, 2), ConvNet(2, 2, hidden=3), MLP(2, 2, lipschitz=0.5))
+    assert all(log_lipschitz(net) < 10 for net in nets)
+    with replaced(kind, name, lambda self, *given: None):
+        assert any(is_refused(net) for net in nets)
+    assert all(log_lipschitz(net) < 10 for net in nets)
+
+
+@pytest.mark.parametrize(
+    "register", [torch_module.register_module_forward_hook, torch_module.register_module_forward_pre_hook]
+)
+def test_global_hooks_are_refused_and_trackers_are_not(register):
+    net = MLP(2, 2, lipschitz=0.5)
+    handle = register(lambda module, *given: None)
+    try:
+        with pytest.raises(UnknownLipschitz, match="global hooks"):
+            log_lipschitz(net)
+        assert log_cap(net) is None
+    finally:
+        handle.remove()
+    with ModuleTracker():
+        assert log_lipschitz(net) < 0
+
+
+class Titled(nn.Sequential):
+    """What many users write: a constructor, something to print and a method of their own."""
+
+    width = 4
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, self.width), nn.ReLU(inplace=True), nn.Linear(self.width, 2))
+
+    def extra_repr(self):
+        return "titled"
+
+    def describe(self):
+        return f"{self.width}"
+
+
+def test_what_changes_nothing_is_read():
+    assert log_lipschitz(Titled()) < 10
+    assert log_lipschitz(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).eval()) < 10
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert log_lipschitz(compiled) < 10
+    assert log_lipschitz(ConvNet(2, 2, hidden=3)) < 10  # its activations work in place, on tensors of its own
+    assert log_lipschitz(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()) < 10
+    watched = nn.Linear(2, 2)
+    watched.register_full_backward_hook(lambda *given: None)  # gradients only
+    assert log_lipschitz(watched) < 10
+
+
+def test_blocks_do_not_take_nets_that_overwrite_their_input():
+    for first in (nn.Identity(), nn.Flatten(), nn.Dropout(), nn.Sequential(nn.Identity())):
+        net = nn.Sequential(first, nn.ReLU(inplace=True), nn.Linear(2, 2))
+        assert isinstance(overwriting(net), nn.ReLU)
+        for make in (blocks.AdditiveCoupling, blocks.Residual, blocks.NeuralODE):
+            with pytest.raises(InputError, match=r"ReLU\(inplace=True\) in \w works in place"):
+                make(net)
+    own = nn.Sequential(nn.Identity(), nn.Linear(2, 2), nn.ReLU(inplace=True))
+    x = torch.randn(3, 4)
+    before = x.clone()
+    blocks.AdditiveCoupling(own)(x)
+    assert torch.equal(x, before)
+    assert blocks.AdditiveCoupling(own).bounds().forward < 10
+
+
+def test_an_activation_switched_to_in_place_later_is_seen():
+    block = blocks.AdditiveCoupling(nn.Sequential(nn.Identity(), nn.ReLU(), nn.Linear(2, 2)))
+    assert block.bounds().forward < 10
+    block.t[1].inplace = True  # type: ignore[index]
+    with pytest.raises(UnknownLipschitz, match="in place"):
+        block.bounds()

@@ -1,0 +1,171 @@
+"""Every reader meets a pipe, a device, a folder and a file without end in place of its file: one line, and no waiting."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import bilip
+from bilip import models
+from bilip.data import as_source
+from bilip.data.pickles import load_plain
+from bilip.errors import BilipError, InputError, RecordError
+from bilip.record import AuditRecord, read_json, write_aside
+from bilip.record.checksum import UNSEALED, is_whole, seal
+from bilip.record.files import open_regular, read_file
+from bilip.training import read_state, save_state
+
+
+def checkpoint(folder):
+    models.save(models.real_nvp(2, blocks=1, hidden=(4,)), folder)
+
+
+READERS = {
+    "record": ("run.json", lambda f: AuditRecord().save(f / "run.json"), lambda f: AuditRecord.load(f / "run.json")),
+    "json": ("run.json", lambda f: AuditRecord().save(f / "run.json"), lambda f: read_json(f / "run.json")),
+    "config": ("config.json", checkpoint, models.load),
+    "weights": ("model.safetensors", checkpoint, models.load),
+    "state": (
+        "s.safetensors",
+        lambda f: save_state(f / "s.safetensors", {}, {}),
+        lambda f: read_state(f / "s.safetensors"),
+    ),
+    "npy": ("x.npy", lambda f: np.save(f / "x.npy", np.ones((3, 2))), lambda f: as_source("x", f / "x.npy")),
+    "npz": ("x.npz", lambda f: np.savez(f / "x.npz", x=np.ones((3, 2))), lambda f: as_source("x", f / "x.npz")),
+    "safetensors": (
+        "x.safetensors",
+        lambda f: save_file({"x": torch.ones(3, 2)}, f / "x.safetensors"),
+        lambda f: as_source("x", f / "x.safetensors"),
+    ),
+    "pickle": ("batch", lambda f: (f / "batch").write_bytes(b"\x80\x02}q\x00."), lambda f: load_plain(f / "batch")),
+}
+STANDINS = {
+    "pipe": (os.mkfifo, "it is a pipe"),
+    "endless device": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "symbolic links|does not exist"),
+    "nothing": (lambda path: None, "does not exist|No such file"),
+    "no permission to be a file": (lambda path: path.symlink_to("/dev/null"), "it is a device"),
+}
+
+
+@pytest.fixture
+def impatient():
+    """A read that waits for ever is a failure, not a hang."""
+
+    def late(number, frame):
+        raise TimeoutError("the reader waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("standin", STANDINS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_regular_file_is_refused_without_waiting(reader, standin, tmp_path, impatient):
+    name, write, read = READERS[reader]
+    write(tmp_path)
+    read(tmp_path)
+    (tmp_path / name).unlink()
+    make, says = STANDINS[standin]
+    make(tmp_path / name)
+    with pytest.raises(BilipError, match=says) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reader", ["record", "config", "weights", "state", "pickle"])
+def test_a_folder_is_no_file(reader, tmp_path):
+    name, write, read = READERS[reader]
+    write(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(BilipError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_links_to_files_are_followed(tmp_path):
+    for name, write, read in READERS.values():
+        folder = tmp_path / name.replace(".", "_")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write(folder)
+        (folder / name).rename(folder / "elsewhere")
+        (folder / name).symlink_to("elsewhere")
+        read(folder)
+
+
+def test_the_limit_is_in_the_sentence(tmp_path):
+    path = tmp_path / "long"
+    path.write_bytes(b"x" * 1001)
+    assert read_file(path, most=1001) == b"x" * 1001
+    with pytest.raises(InputError, match=r"long has 1,001 bytes: at most 1,000 are read here\."):
+        read_file(path, most=1000)
+    with pytest.raises(RecordError, match="1,001 bytes"):
+        open_regular(path, most=1000, error=RecordError)
+
+
+def test_a_file_that_hides_its_length_is_cut_off():
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("there is no such file here")
+    assert os.stat("/proc/self/maps").st_size == 0
+    with pytest.raises(InputError, match="more than 100 bytes"):
+        read_file("/proc/self/maps", most=100)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, ""])
+def test_names_that_no_file_can_have(name):
+    for read in (AuditRecord.load, models.load, read_state, load_plain):
+        with pytest.raises(BilipError):
+            read(name)
+
+
+def test_a_pipe_that_nobody_reads_is_not_written_to(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr("bilip.record.files._write_through.__defaults__", (0.1,))
+    began = time.monotonic()
+    with pytest.raises(InputError, match="cannot write"):
+        write_aside(pipe, "words")
+    assert time.monotonic() - began < 20  # it would have waited for ever
+
+
+def test_two_readers_at_once_get_the_same_bytes(tmp_path):
+    path, found = tmp_path / "x", []
+    path.write_bytes(os.urandom(3 * 2**20))
+    threads = [threading.Thread(target=lambda: found.append(read_file(path, most=2**23))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [path.read_bytes()] * 4
+
+
+def test_a_seal_covers_every_bit_and_itself():
+    whole = seal(b'{"sha256": "' + UNSEALED.encode() + b'", "more": 1}\n')
+    mark = whole[12:76].decode()
+    assert is_whole(whole, mark)
+    for place in range(8 * len(whole)):
+        broken = bytearray(whole)
+        broken[place // 8] ^= 1 << place % 8
+        found = bytes(broken[12:76]).decode("latin1")
+        assert not is_whole(bytes(broken), found)
+        assert not is_whole(bytes(broken), mark)
+    for mark in (None, 3, "", "0" * 64, "é" * 64):
+        assert not is_whole(whole, mark)
+    with pytest.raises(RecordError, match="no place for a checksum"):
+        seal(b"{}")
+
+
+def test_an_audit_of_a_pipe_is_one_line(tmp_path, impatient):
+    os.mkfifo(tmp_path / "x.npy")
+    with pytest.raises(InputError, match=r"source 'test': .*x.npy cannot be read \(it is a pipe\)"):
+        bilip.audit(models.real_nvp(2, blocks=1), {"test": tmp_path / "x.npy"})
