@@ -107,8 +107,11 @@ class GuardReport:
 
     @property
     def guilty(self) -> str:
-        """The block with the largest drift so far; empty if there is none."""
-        return max(self.worst, key=lambda name: self.worst[name], default="")
+        """The block at whose input drift begins, as the walk meets it: the last one beyond the tolerance. If none is, that with the largest
+        drift so far; empty if there is none.
+        """
+        beyond = [name for name, drift in self.worst.items() if drift > self.tolerance]
+        return beyond[-1] if beyond else max(self.worst, key=lambda name: self.worst[name], default="")
 
 
 @dataclass
