@@ -109,8 +109,10 @@ class Quitter(Lossy):
     def forward(self, x, context=None):
         sys.exit(0)
 
-    def advance(self, *args):
+    def leave(self, *args):
         sys.exit(0)
+
+    log_lip = log_lip_inverse = interval = interval_inverse = leave
 
 def quitter():
     return Quitter()

@@ -172,6 +172,7 @@ def audit(
             **as_run,
             "stopped": stopped,
             "time": time,
+            "ended": next((m.reason for m in measurements if m.reason.startswith(ENDED)), ""),
             "out_of_time": clock.rang or any(m.reason == clock.reason for m in measurements if m.reason),
         },
         environment=environment() | _device(subject),

@@ -124,7 +124,12 @@ def norms(values: Tensor) -> Tensor:
 
 
 def log_norm(vector: Tensor) -> float:
-    """Log of the Euclidean norm of a float64 tensor, rounded up; safe from overflow."""
+    """Log of the Euclidean norm of a float64 tensor, rounded up; safe from overflow.
+
+    Example:
+        >>> round(log_norm(torch.tensor([3e200, 4e200], dtype=torch.float64)) / math.log(10), 3)
+        200.699
+    """
     if vector.numel() == 0:
         return -INF
     top = float(vector.abs().max())

@@ -71,7 +71,7 @@ def _open(value: Any) -> tuple[Rows, Rows | None, str]:
         path = Path(value)
         if not os.path.exists(path) and isinstance(value, str) and value.partition(":")[0] in NOISE_NAMES:
             raise InputError(f"{value!r} is a kind of noise, not a file: pass bilip.data.noise({value!r}, data).")
-        if not path.exists() and isinstance(value, str) and value.partition(":")[0] in IMAGE_SETS:
+        if isinstance(value, str) and value.partition(":")[0] in IMAGE_SETS and not path.exists():
             name, _, split = value.partition(":")
             images = image_set(name, split or None)
             return TensorRows(images.x), None, f"{len(images)} images of {name}"

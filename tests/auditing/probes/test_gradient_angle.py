@@ -17,13 +17,13 @@ pytestmark = pytest.mark.numeric
 
 
 def planted(smallest):
-    """Affine blocks, one of which scales by almost nothing: its inverse magnifies rounding by 1/smallest."""
+    """Affine blocks, one of which scales by almost nothing and adds 1: its inverse magnifies rounding by 1/smallest."""
     torch.manual_seed(0)
     model = models.real_nvp(4, blocks=4, hidden=(8,), scale="exp", activation="elu")
     with torch.no_grad():
         last = [m for m in model[2].modules() if isinstance(m, nn.Linear)][-1]
         last.weight.zero_()
-        last.bias.zero_()
+        last.bias[:2] = 1
         last.bias[2:] = math.log(smallest)
     return model
 
