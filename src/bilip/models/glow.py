@@ -79,7 +79,7 @@ def glow(
     shape = tuple(int(n) for n in shape)
     if len(shape) != 3 or levels > 62 or any(side % 2**levels for side in shape[1:]):
         raise InputError(
-            f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2**levels}."
+            f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2 ** min(levels, 62)}."
         )
     scale = scale_from(scale)
 
