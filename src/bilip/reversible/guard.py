@@ -75,6 +75,10 @@ class Guard:
             )
         return self.tolerance
 
+    def least(self, dtype: torch.dtype) -> float:
+        """The smallest limit that a walk can be held to: an exact one drifts by some epsilons of its dtype."""
+        return min(self.limit(dtype), 20 * torch.finfo(dtype).eps)
+
 
 @dataclass(frozen=True)
 class GuardReport:
@@ -87,7 +91,7 @@ class GuardReport:
         drift: By block: drift of its recovered input in the scales of its coordinates, in the last watched step.
         worst: By block: the largest so far.
         anchors: By block: bytes stored before it in each step.
-        tolerance: The limit in force.
+        tolerance: The limit in force in the last watched step.
         spot_checks: Comparisons with stored gradients.
         worst_angle: Largest angle found by them, in radians.
         worst_remaining: Largest of what remained of these angles when piecewise activations (ReLU and its kind) were held on
