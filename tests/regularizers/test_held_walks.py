@@ -68,11 +68,11 @@ def test_all_walks_of_a_penalty_are_held_and_no_others(monkeypatch):
         z, log_det = f.forward_and_log_det(x)
         FiniteDifference(1.0, eps=0.01, **options)(f, x, latent=(z, log_det), step=0).backward()
         assert len(found) == count
-        assert all(0.003 < share < 0.3 for _, share in found)  # 3 eps over the spread of the samples
+        assert all(0.01 < share < 0.9 for _, share in found)  # 10 eps over the spread of the samples
         found.clear()
     FiniteDifference(1.0, eps=0.01)(f, x, step=0).backward()
     assert [inverse for inverse, _ in found] == [True, False]
-    assert all(share < 0.3 for _, share in found)
+    assert all(share < 0.9 for _, share in found)
     found.clear()
     f(x).sum().backward()
     assert found == [(False, 1.0)]
@@ -88,7 +88,7 @@ def test_steps_that_no_walk_can_resolve_are_not_walked(dtype, eps, monkeypatch):
     gradients(saving, model, x, penalty)
     assert saving.report().repaired == 3
     walked = []
-    monkeypatch.setattr(Call, "_walk", lambda self, back, **o: walked.append(1) or self._recompute(back) + ({},))
+    monkeypatch.setattr(Call, "_walk", lambda self, back, **o: walked.append(1) or (*self._recompute(back), {}))
     gradients(
         saving, model, 1e-3 * x, FiniteDifference(1.0, eps=eps, mode="forward")
     )  # beside smaller samples it is larger

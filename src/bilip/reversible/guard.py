@@ -221,14 +221,21 @@ class Watch:
         self.repaired += 1
         return True
 
-    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
-        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""
+    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float, together: float) -> list[int]:
+        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first. Beyond it is a state with
+        more drift, and one up to which, from the last, there is more than `together`.
+        """
         self.steps += 1
         self.tolerance = limit
         self.drift = dict(zip(names, drifts, strict=True))
         for name, value in self.drift.items():
             self.worst[name] = max(value, self.worst.get(name, 0.0))
-        return [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
+        total, beyond = 0.0, []
+        for k in reversed(range(len(drifts))):
+            total += drifts[k]
+            if not (drifts[k] <= limit and total <= together):
+                beyond.append(k)
+        return beyond
 
     def react(self, inverse: bool, places: Sequence[int], names: Sequence[str], beyond: list[int], size: int) -> bool:
         """Act on drift; whether the step has to be repaired."""
