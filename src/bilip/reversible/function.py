@@ -19,8 +19,8 @@ def hold(output: Tensor, share: float | Tensor) -> int:
     """Hold every memory-saving walk behind a tensor to a share of its guard's tolerance, in the backward pass of its call alone.
 
     For a loss that subtracts nearly equal outputs: their gradients nearly cancel as well, what remains is small beside either, and drift
-    that does no harm to one of them may be all of the difference. With outputs whose inputs are a step s apart, relative to how far samples are
-    apart, a share of s keeps the gradient of the difference as good as that of one output. `FiniteDifference` does it by itself.
+    that does no harm to one of them may be all of the difference. With outputs whose inputs are a step s apart, relative to how far
+    samples are apart, a share of s keeps the gradient of the difference as good as that of one. `FiniteDifference` does it by itself.
     A walk that would have to be better than its dtype is not made: the states are evaluated again from what is stored, as in a repair.
 
     Args:
