@@ -15,11 +15,11 @@ guarded gradient is further than that from the stored one is wrong; wrong with n
 choose the other side of a kink: a step counts as a kink, not as wrong, if it is within the yardstick when the signs of the forward pass
 are used. A healthy model is one whose bare walk is within the yardstick: a repair there was not needed.
 
-A step above the yardstick counts as rounding, not as wrong, if it is shown that the walk is not to blame and the model is sensitive: its angle
-is at most twice that of the same gradient without any walk (`memory="checkpoint"`: every state evaluated again from the input; ActNorm and
+A step above the yardstick counts as rounding, not as wrong, if the walk is not to blame and the model is that sensitive: its angle is
+at most twice that of the same gradient without any walk (`memory="checkpoint"`: every state evaluated again from the input; ActNorm and
 1x1 convolution are one matrix there, which rounds differently from one after the other), and that is at most three times the largest angle
 between the float32 and the float64 gradient of the stored model when each parameter is moved by less than half a unit in its last place,
-eight times at random. Such steps are counted and listed apart, in the report and in what is printed at the end.
+eight times at random (`moved`). Such steps are counted and listed apart, in the report and in what is printed at the end.
 
 The exit code is 1 if a step is wrong, or if more repairs were needless than promised: 25 % of healthy first steps, 15 % of all steps of
 healthy models.
@@ -277,9 +277,11 @@ def examine(seed: int, index: int) -> dict[str, Any]:
         kinks = [k for k in wrong if again[k]["angle"] <= yardstick]
     wrong = [k for k in wrong if k not in kinks]
     rounding: list[int] = []
+    sensitive = math.nan
     if wrong:
         apart = off(gradient(Reversible(model, memory="checkpoint"), model, x, *what), stored)
-        if apart <= NOISE * moved(model, x, what):
+        sensitive = moved(model, x, what)
+        if apart <= NOISE * sensitive:
             rounding = [k for k in wrong if found[k]["angle"] <= 2 * apart]
     return {
         "index": index,
@@ -291,10 +293,26 @@ def examine(seed: int, index: int) -> dict[str, Any]:
         "wrong": [k for k in wrong if k not in rounding],
         "kinks": kinks,
         "rounding": rounding,
+        "moved": sensitive,
     }
 
 
 # ---- all of them
+
+
+def listed(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The models with steps of a kind, each with its largest angle and what moves within rounding do to its stored gradient."""
+    return [
+        {
+            "index": row["index"],
+            "steps": row[kind],
+            "angle": max(row["steps"][k]["angle"] for k in row[kind]),
+            "yardstick": row["yardstick"],
+            "moved": row["moved"],
+        }
+        for row in rows
+        if row[kind]
+    ]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -319,10 +337,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "yardstick_above_its_floor": sum(row["yardstick"] > FLOOR for row in rows),
         "wrong_steps": sum(len(row["wrong"]) for row in rows),
         "silently_wrong_steps": len(silent),
-        "wrong": [[row["index"], row["wrong"]] for row in rows if row["wrong"]],
+        "wrong": listed(rows, "wrong"),
         "kink_steps": sum(len(row["kinks"]) for row in rows),
         "rounding_steps": sum(len(row["rounding"]) for row in rows),
-        "rounding": [[r["index"], r["rounding"], r["steps"][r["rounding"][0]]["angle"]] for r in rows if r["rounding"]],
+        "rounding": listed(rows, "rounding"),
         "repaired_steps": len(mended),
         "healthy": len(healthy),
         "needless_first": first / max(1, len(healthy)),
@@ -384,7 +402,7 @@ def main() -> int:
     print(
         f"{found['models']} models, {found['steps']} steps: wrong {found['wrong_steps']}, of these silently "
         f"{found['silently_wrong_steps']}; above the yardstick besides: {found['kink_steps']} kinks, {found['rounding_steps']} by "
-        f"rounding without any walk (models {[index for index, *_ in found['rounding']]}); "
+        f"rounding without any walk (models {[one['index'] for one in found['rounding']]}); "
         f"the bare walk is wrong in {found['bare_wrong']} models; "
         f"repaired {found['repaired_steps']} steps, needlessly {found['needless_first']:.1%} of healthy first steps and "
         f"{found['needless']:.1%} of all; the worst step is {found['worst_over_yardstick_without_repair']:.2f} of its yardstick without "

@@ -38,9 +38,6 @@ from bilip.reversible.unit import Grads, Pulled, Unit
 __all__ = ["Backward", "Call"]
 
 WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
-TOGETHER = (
-    6  # times the limit: the most that the drifts of all states may add up to, as their errors of the gradient do
-)
 CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
 
 
@@ -275,15 +272,14 @@ class Call:
         if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
-        most = torch.maximum(values.amax(), values.sum() / TOGETHER)
-        watch.flag.raise_to(most / (asked if isinstance(asked, Tensor) else max(asked, least)))
+        watch.flag.raise_to(values.amax() / (asked if isinstance(asked, Tensor) else max(asked, least)))
         if capturing(x):
             watch.steps += 1
             return False
         limit = max(float(asked), least)
         names = [self.units[k].name for k in places]
         *found, lost = values.tolist()
-        beyond = watch.settle(names, found, limit, TOGETHER * limit)
+        beyond = watch.settle(names, found, limit)
         if lost and not beyond:
             return watch.lost()
         return watch.react(self.inverse, places, names, beyond, x.element_size() * x.numel())

@@ -35,9 +35,8 @@ class Guard:
 
     Args:
         tolerance: Largest drift of a sample, the root mean square over its coordinates, each in units of its typical spread over the batch;
-            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`. Drifts of all
-            blocks together may be 6 times that: what they do to a gradient adds up. Walks whose gradients are subtracted are held
-            to a share of both (`bilip.reversible.hold`).
+            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`. Walks whose
+            gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
             the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say.
         budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
@@ -223,19 +222,14 @@ class Watch:
         self.repaired += 1
         return True
 
-    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float, together: float) -> list[int]:
-        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first. If none is, and all drifts
-        are more than `together`: the states up to which, from the last, they are more than the limit.
-        """
+    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
+        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""
         self.steps += 1
         self.tolerance = limit
         self.drift = dict(zip(names, drifts, strict=True))
         for name, value in self.drift.items():
             self.worst[name] = max(value, self.worst.get(name, 0.0))
-        beyond = [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
-        if beyond or sum(drifts) <= together:
-            return beyond
-        return [k for k in reversed(range(len(drifts))) if sum(drifts[k:]) > limit]
+        return [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
 
     def react(self, inverse: bool, places: Sequence[int], names: Sequence[str], beyond: list[int], size: int) -> bool:
         """Act on drift; whether the step has to be repaired."""
