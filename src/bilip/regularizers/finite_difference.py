@@ -22,7 +22,7 @@ __all__ = ["FiniteDifference"]
 
 MODES = ("both", "forward", "inverse")
 SCALINGS = ("clean", "original")
-SLACK = 10.0  # measured: drift of the tolerance turns a difference over a relative step s by about 0.15 times the tolerance over s
+SLACK = 10.0  # drift d turns the gradient over a relative step s by about 0.15 d / s in a planted model: 5e-4 rad in float32
 
 
 class FiniteDifference(Penalty):
