@@ -167,6 +167,16 @@ def test_random_directions_are_drawn_anew(captured, device, tmp_path):
     assert replayed.penalties[0].seen == eager.penalties[0].seen == STEPS // 2 * BATCH
 
 
+@pytest.mark.parametrize(("eps", "reruns"), [(0.1, False), (1e-4, True)])
+def test_a_penalty_that_asks_more_than_a_walk_can_give(captured, device, tmp_path, eps, reruns):
+    """How small its steps are beside the samples is known on the device alone: the step is run again without its graph."""
+    penalty = FiniteDifference(0.01, eps=eps, mode="forward")
+    task = make_task(Reversible(make_trunk()), penalties=(penalty,))
+    train(task, make_settings(device, steps=WARMUP + 6, lr=1e-4), tmp_path, progress=silent)
+    assert captured[0].replays > 0
+    assert captured[0].reruns == (captured[0].replays if reruns else 0)
+
+
 def test_samples_that_are_not_finite_are_left_out(captured, device, tmp_path):
     def far(x):
         return torch.cat((x[:-1], torch.full((1, 2), 3e38)))

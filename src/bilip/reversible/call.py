@@ -49,6 +49,7 @@ class Call:
         outside: Tensors that ask for gradients and that blocks use, although they are no parameters of the bijection.
         traces: Look for more of them on the way.
         signs: Where the sides of piecewise activations are kept; `None` for nowhere.
+        share: Of the tolerance that the walk of this call is held to; said between call and backward pass, see `hold`.
     """
 
     bijection: Bijection
@@ -62,6 +63,7 @@ class Call:
     outside: Sequence[Tensor] = ()
     traces: bool = False
     signs: Signs | None = None
+    share: float | Tensor = 1.0
     prints: dict[int, Print] = field(default_factory=dict)
     watched: bool = False
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
@@ -179,6 +181,9 @@ class Call:
         if not self.watched:  # this call was made while resting
             watch.rested()
             return self._recompute(back)
+        if self._asks_too_much(watch, back.x.dtype):
+            watch.rested()
+            return self._recompute(back)
         grad, result, drifts = self._walk(back, signs=self.signs)
         if self._drifted(watch, drifts, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
             return self._recompute(back)
@@ -254,14 +259,24 @@ class Call:
         ):
             yield
 
+    def _asks_too_much(self, watch: Watch, dtype: torch.dtype) -> bool:
+        """Whether the loss wants more of this walk than its dtype can give, so that the step is computed without it."""
+        if isinstance(self.share, Tensor) or watch.guard.action != "repair":
+            return False
+        return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
+
     def _drifted(self, watch: Watch, drifts: dict[int, Tensor], finite: Tensor, x: Tensor) -> bool:
-        limit = watch.guard.limit(x.dtype)
+        asked, least = self.share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
         places = sorted(drifts)
         values = torch.stack([*(drifts[k] for k in places), torch.where(finite, 0.0, torch.inf).double()])
-        watch.flag.raise_to(values.amax() / limit)
+        if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
+            watch.flag.raise_unless(asked >= least)
+            asked = asked.clamp_min(least)
+        watch.flag.raise_to(values.amax() / (asked if isinstance(asked, Tensor) else max(asked, least)))
         if capturing(x):
             watch.steps += 1
             return False
+        limit = max(float(asked), least)
         names = [self.units[k].name for k in places]
         *found, lost = values.tolist()
         beyond = watch.settle(names, found, limit)

@@ -35,7 +35,8 @@ class Guard:
 
     Args:
         tolerance: Largest drift of a sample, the root mean square over its coordinates, each in units of its typical spread over the batch;
-            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`.
+            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`. Walks whose
+            gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
             the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say.
         budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
@@ -75,6 +76,10 @@ class Guard:
             )
         return self.tolerance
 
+    def least(self, dtype: torch.dtype) -> float:
+        """The smallest limit that a walk can be held to: an exact one drifts by some epsilons of its dtype."""
+        return min(self.limit(dtype), 20 * torch.finfo(dtype).eps)
+
 
 @dataclass(frozen=True)
 class GuardReport:
@@ -87,7 +92,7 @@ class GuardReport:
         drift: By block: drift of its recovered input in the scales of its coordinates, in the last watched step.
         worst: By block: the largest so far.
         anchors: By block: bytes stored before it in each step.
-        tolerance: The limit in force.
+        tolerance: The limit in force in the last watched step.
         spot_checks: Comparisons with stored gradients.
         worst_angle: Largest angle found by them, in radians.
         worst_remaining: Largest of what remained of these angles when piecewise activations (ReLU and its kind) were held on
