@@ -13,7 +13,7 @@ import torch
 
 from bilip.errors import BilipError, CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, Recipe, configured, find, frame, names, reproduce
-from bilip.recipes.table import BEGIN, END, readme_table, status, write_readme
+from bilip.recipes.table import BEGIN, END, results_table, status, write_table
 from bilip.record import read_json, write_json
 from bilip.training import read_state
 
@@ -412,11 +412,11 @@ def test_the_list(tmp_path):
 # ---- the table
 
 
-def test_the_readme_shows_the_results_that_are_committed(request):
+def test_the_docs_show_the_results_that_are_committed(request):
     root = request.config.rootpath
-    text = (root / "README.md").read_text()
+    text = (root / "docs" / "recipes.md").read_text()
     shown = text.partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == readme_table(root / "results")
+    assert shown == results_table(root / "results")
     for name in names():
         assert f"`{name}`" in shown
         assert status(name, "quick", root / "results") != "not run"
@@ -431,7 +431,7 @@ def test_the_table_has_the_smallest_and_the_largest_size(tmp_path):
         lines = [line | {"ours": f"as {size}"} for line in quick["lines"]]
         document["runs"] = {size: quick | {"lines": lines}, **document["runs"]}
     write_json(folder / "ours.json", document)
-    table = readme_table(tmp_path)
+    table = results_table(tmp_path)
     assert "as paper" in table
     assert "as gpu" not in table
     assert table.index("`coupling_depth`](results/coupling_depth/ours.json), quick") < table.index("ours.json), paper")
@@ -440,7 +440,7 @@ def test_the_table_has_the_smallest_and_the_largest_size(tmp_path):
 def test_the_table_goes_between_its_marks(tmp_path):
     (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     reproduce("coupling_depth", out=tmp_path / "results" / "coupling_depth", changes=["depth=10"])
-    write_readme(tmp_path / "README.md", tmp_path / "results")
+    write_table(tmp_path / "README.md", tmp_path / "results")
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -448,4 +448,4 @@ def test_the_table_goes_between_its_marks(tmp_path):
     assert "`coupling_depth`" in text
     (tmp_path / "README.md").write_text("no place")
     with pytest.raises(InputError, match="no place for the table"):
-        write_readme(tmp_path / "README.md", tmp_path / "results")
+        write_table(tmp_path / "README.md", tmp_path / "results")

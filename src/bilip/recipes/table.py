@@ -1,4 +1,4 @@
-"""What there is of results, and the README's table, drawn from the files."""
+"""What there is of results, and the table in the docs, drawn from the files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bilip.recipes.frame import names
 from bilip.recipes.recipe import SIZES
 from bilip.record import read_json, write_aside
 
-__all__ = ["readme_table", "status", "write_readme"]
+__all__ = ["results_table", "status", "write_table"]
 
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 
@@ -47,7 +47,7 @@ def status(name: str, size: str, *roots: str | Path) -> str:
     return f"{sum(judged)} of {len(judged)} statements agree, {_seeds(run)} ({run['device']})"
 
 
-def readme_table(results: str | Path) -> str:
+def results_table(results: str | Path) -> str:
     """What was judged, as a Markdown table, from `results/*/ours.json`: the smallest and the largest size that were run, one of them
     where both say the same.
     """
@@ -63,7 +63,7 @@ def readme_table(results: str | Path) -> str:
                 continue
             before = lines
             for k, line in enumerate(lines):
-                head = f"[`{name}`](results/{name}/ours.json), {size}" if k == 0 else ""
+                head = f"`{name}`, {size}" if k == 0 else ""
                 cells = [
                     head,
                     line["what"],
@@ -78,14 +78,14 @@ def readme_table(results: str | Path) -> str:
     return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"
 
 
-def write_readme(readme: str | Path, results: str | Path) -> None:
+def write_table(page: str | Path, results: str | Path) -> None:
     """Put the table between its marks."""
-    text = Path(readme).read_text(encoding="utf-8")
+    text = Path(page).read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise InputError(f"{readme} has no place for the table: expected one {BEGIN} and one {END}.")
+        raise InputError(f"{page} has no place for the table: expected one {BEGIN} and one {END}.")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    write_aside(readme, f"{before}{BEGIN}\n{readme_table(results)}\n{END}{after}")
+    write_aside(page, f"{before}{BEGIN}\n{results_table(results)}\n{END}{after}")
 
 
 def _seeds(run: dict[str, Any]) -> str:
