@@ -71,7 +71,15 @@ class GradientAngle(Probe):
             "non_finite",
             _USES,
         ),
-        Quantity("angle", "largest angle between memory-saving and stored gradients", "rad", "lower", "angle", _USES),
+        Quantity("angle", "largest angle between memory-saving and stored gradients", "rad", "lower"),
+        Quantity(
+            "angle_remaining",
+            "largest angle between memory-saving and stored gradients that no kink explains",
+            "rad",
+            "lower",
+            "angle",
+            _USES,
+        ),
         Quantity("batches", "batches", "count"),
         Quantity("stored_non_finite", "batches without a finite stored gradient", "count"),
     )
