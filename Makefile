@@ -4,7 +4,7 @@ JOBS ?= auto
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test numeric soak soak-cpu soak-guard soak-bounds fuzz lint types docs bench table format clean
+.PHONY: demo test numeric numeric-plain numeric-threads soak soak-cpu soak-guard soak-bounds fuzz lint types docs bench table format clean
 
 demo: $(READY)
 	@$(BIN)/bilip demo
@@ -14,8 +14,12 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
 
 # What rounding could turn, once with torch's plainest kernels and once with two threads, whose sums have another order.
-numeric: $(READY)
+numeric: numeric-plain numeric-threads
+
+numeric-plain: $(READY)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric src docs tests $(ARGS)
+
+numeric-threads: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 src docs tests $(ARGS)
 
 # The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
