@@ -26,13 +26,14 @@ numeric-threads: $(READY)
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
 soak-cpu: $(READY)
 	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; \
-	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS) || red="$$red $$cpu"; \
+	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --soak src docs tests $(ARGS) || red="$$red $$cpu"; \
 	done; test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --jobs 2 --out results/robustness/fuzz.json $(ARGS)
 
 soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --soak -m soak tests
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_report_odd.py tests/data tests/auditing/probes/test_guarded.py tests/test_theorem.py
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
 

@@ -19,6 +19,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device the maps run on")
+    parser.addoption("--soak", action="store_true", help="the longest tests too, as `make soak` and `make soak-cpu` do")
     parser.addoption("--dtype", default="float32", choices=["float32", "float64"], help="dtype of the round-trip tests")
     parser.addoption("--seed", default=0, type=int, help="seed of tests and doctests that do not set one")
     parser.addoption("--threads", default=None, type=int, help="call torch.set_num_threads with this number first")
@@ -29,11 +30,15 @@ def pytest_configure(config):
         torch.set_num_threads(threads)
 
 
-def pytest_collection_modifyitems(items):
-    """The examples of the guides print numbers."""
+def pytest_collection_modifyitems(config, items):
+    """The examples of the guides print numbers; what takes half a minute and starts processes waits for `--soak`."""
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.numeric)
+    long = [] if config.getoption("--soak") else [item for item in items if item.get_closest_marker("soak")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 @pytest.fixture

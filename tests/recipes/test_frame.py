@@ -317,6 +317,7 @@ def test_no_gpu_here(tmp_path):
 # ---- the command line, and processes
 
 
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.slow
 def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path):
@@ -372,6 +373,7 @@ def _parent(pid):
     return None if state == "Z" else int(parent)
 
 
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.slow
 def test_two_processes_share_the_batches_of_a_recipe(tmp_path):

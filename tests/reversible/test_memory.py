@@ -77,6 +77,7 @@ def resident(contender, blocks):
     return json.loads(done.stdout.splitlines()[-1])[contender]["activations"]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to read the peak of a process")
 @pytest.mark.process
 @pytest.mark.slow

@@ -369,6 +369,7 @@ torch.save(state, f"{folder}/{devices}_{rank}.pt")
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.process
 @pytest.mark.slow
