@@ -8,6 +8,7 @@ the true one. `Signs` keeps the sides of the forward pass and puts the backward 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class Signs:
         return _Replaying(list(self.sides.get(k, ())))
 
 
-class _Watching(TorchFunctionMode):
+class _Watching(TorchFunctionMode, ABC):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         find = _KINKS.get(func)
@@ -59,8 +60,9 @@ class _Watching(TorchFunctionMode):
             kwargs["input"] = value
         return func(*args, **kwargs)
 
+    @abstractmethod
     def seen(self, value: Tensor, kinks: tuple[float, ...]) -> Tensor:
-        raise NotImplementedError
+        """What the activation is given in place of `value`."""
 
 
 class _Recording(_Watching):
