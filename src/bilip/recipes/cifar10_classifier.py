@@ -40,6 +40,14 @@ __all__ = ["RECIPE", "Config"]
 MEAN, STD = (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)
 FIRST = 192  # the test image whose singular values the original code follows; the others come after it
 LIMIT = 1.0  # of the mean reconstruction error of what is called invertible; a whole image has a norm of about 55
+ANGLES = (
+    "angle",
+    "angle_finite",
+    "angle_worst",
+    "angle_lost",
+    "angle_guarded",
+    "angle_remaining",
+)  # columns of the log
 WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guarded")), "additive-conv1x1-none")
 
 
@@ -304,6 +312,7 @@ def guard_facts(walk: Any) -> dict[str, Any]:
         "anchors_mib": sum(report.anchors.values()) / 2**20,
         "spot_checks": report.spot_checks,
         "worst_angle": report.worst_angle,
+        "worst_remaining": report.worst_remaining,
     }
 
 
@@ -344,7 +353,7 @@ class Looks:
         self.model, self.train, self.test, self.config = model, train, test, config
         self.guarded = isinstance(model.trunk, Reversible)
         self.spectra_at = {0, *(round(steps / 2**k) for k in (1, 2, 3, 4))}
-        self.angles_at = {0, *(round(steps / 2**k) for k in range(7))} if with_angles else set[int]()
+        self.angles_at = {0, *(round(steps / 2**k) for k in range(5))} if with_angles else set[int]()
         self.steps = tuple(sorted(self.spectra_at | self.angles_at))
 
     def during(self, model: Any, done: int) -> dict[str, float]:
@@ -353,27 +362,34 @@ class Looks:
         found |= dict.fromkeys(("condition", "sigma_min", "sigma_max"), math.nan)
         if done in self.spectra_at:
             found |= worst(singular_ends(trunk_of(model), self.images(self.config.spectra)))
-        found |= dict.fromkeys(("angle", "angle_finite", "angle_worst", "angle_lost", "angle_guarded"), math.nan)
+        found |= dict.fromkeys(ANGLES, math.nan)
         if done in self.angles_at:
             found |= self.turned(model)
         return found
 
     def turned(self, model: Any) -> dict[str, float]:
         """Angles over the fixed batches: their mean (NaN if one is), the mean and the largest of the finite ones, the share of the others;
-        and the largest with the guard, over some batches, where the run has one.
+        and where the run has a guard, over some batches, the largest with it, and the largest that no kink explains.
         """
         size, count = self.config.batch, min(self.config.angle_batches, self.train.per_epoch)
         fixed = [(k * size, (k + 1) * size) for k in range(count)]
         bare = angles(model, (self.train.plain(*rows) for rows in fixed))
         finite = [a for a in bare if math.isfinite(a)]
-        watched = angles(model, (self.train.plain(*rows) for rows in fixed[:5]), guarded=True) if self.guarded else []
-        return {
-            "angle": sum(bare) / len(bare),
-            "angle_finite": sum(finite) / len(finite) if finite else math.nan,
-            "angle_worst": max(finite, default=math.nan),
-            "angle_lost": 1 - len(finite) / len(bare),
-            "angle_guarded": max(watched, default=math.nan),
-        }
+        few = [self.train.plain(*rows) for rows in (fixed[:5] if self.guarded else ())]
+        watched = [max(angles(model, few, guarded=True, keep_signs=keep), default=math.nan) for keep in (False, True)]
+        return dict(
+            zip(
+                ANGLES,
+                (
+                    sum(bare) / len(bare),
+                    sum(finite) / len(finite) if finite else math.nan,
+                    max(finite, default=math.nan),
+                    1 - len(finite) / len(bare),
+                    *watched,
+                ),
+                strict=True,
+            )
+        )
 
     def after(self, work: Work) -> dict[str, Any]:
         """What is said of the trained model."""

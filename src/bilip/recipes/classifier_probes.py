@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
 from bilip.blocks import Bijection
 from bilip.errors import NotMeasured
 from bilip.models import Classifier
-from bilip.probes import Subject, jacobian
+from bilip.probes import extremes, jacobian
 from bilip.reversible import Guard, Reversible, angle
 
 __all__ = ["angles", "float32_ends", "round_trips", "singular_ends", "trunk_of"]
 
 CHUNK = 1000
+STEPS = 100  # of Lanczos' method, at most
 Batches = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
@@ -63,41 +62,22 @@ def round_trips(model: Classifier, batches: Batches, count: int, inverted: int) 
 
 
 def singular_ends(model: Bijection, x: Tensor) -> dict[str, list[float]]:
-    r"""Largest and smallest singular value of the Jacobian at each image, in float64.
-
-    Both Jacobians are built whole, that of the inverse block by block at the activations of the forward pass, because there the
-    smallest value of the one is the largest of the other; the largest of each is then found by Lanczos' method.
+    r"""Largest and smallest singular value of the Jacobian at each image, in float64, by Lanczos' method on it and on its inverse.
 
     Returns:
-        Lists, one entry for each image: `sigma_max`, `sigma_min`, `sigma_min_error` (relative, an estimate) and `condition`. NaN
-        where float64 is not enough either.
+        Lists, one entry for each image: `sigma_max`, `sigma_min`, `sigma_min_error` (relative: what the method left open, and the
+        effect of rounding) and `condition`. NaN where float64 is not enough either.
     """
-    subject = Subject.of(model)
-    found: dict[str, list[float]] = {name: [] for name in ("sigma_max", "sigma_min", "sigma_min_error", "condition")}
-    for k in range(len(x)):
-        for name, value in zip(found, _ends(subject, x[k : k + 1]), strict=True):
-            found[name].append(value)
-    return found
-
-
-def _ends(subject: Subject, x: Tensor) -> tuple[float, float, float, float]:
+    names = ("sigma_max", "sigma_min", "sigma_min_error", "condition")
     try:
-        at = Linearized(subject, x)
-        eye = torch.eye(at.size, dtype=torch.float64, device=x.device)
-        top, _ = _largest(at.apply(eye).T)
-        bottom, error = _largest(at.solve(eye).T)
+        found = extremes(model, x, steps=STEPS, tolerance=1e-4)
     except NotMeasured:
-        return math.nan, math.nan, math.nan, math.nan
-    return top, 1 / bottom, error + at.residual, top * bottom
-
-
-def _largest(matrix: Tensor) -> tuple[float, float]:
-    if not bool(torch.isfinite(matrix).all()):
-        raise NotMeasured("the Jacobian is not finite in float64")
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(1, len(matrix), generator=generator, dtype=torch.float64).to(matrix.device)
-    found = largest_singular_value(lambda v: v @ matrix.T, lambda u: u @ matrix, start, steps=100)
-    return float(found.value), float(found.residual)
+        if len(x) == 1:
+            return {name: [math.nan] for name in names}
+        each = [singular_ends(model, one) for one in x.split(1)]  # so that one image does not cost the others theirs
+        return {name: [ends[name][0] for ends in each] for name in names}
+    several = (found.sigma_max, found.sigma_min, found.sigma_min_error, found.sigma_max / found.sigma_min)
+    return {name: values.tolist() for name, values in zip(names, several, strict=True)}
 
 
 def float32_ends(model: Bijection, x: Tensor) -> dict[str, float]:
@@ -107,15 +87,17 @@ def float32_ends(model: Bijection, x: Tensor) -> dict[str, float]:
     return {"sigma_max": top, "sigma_min": bottom, "condition": top / bottom if bottom > 0 else math.inf}
 
 
-def angles(model: Classifier, batches: Iterable[tuple[Tensor, Tensor]], *, guarded: bool = False) -> list[float]:
+def angles(
+    model: Classifier, batches: Iterable[tuple[Tensor, Tensor]], *, guarded: bool = False, keep_signs: bool = False
+) -> list[float]:
     """The angle in radians between the stored gradient of the classification loss and the memory-saving one, for each batch.
 
     In evaluation mode, over the parameters of the trunk, both gradients in the model's own dtype and the angle in float64. NaN where the
     memory-saving gradient is not finite. `guarded=False` is the bare walk. A guard begins with what that of the model knows by now, and
-    leaves it alone.
+    leaves it alone. With `keep_signs` every ReLU stands on the side of the forward pass: what is missing then was no drift.
     """
     inner = trunk_of(model)
-    walk = Reversible(inner, Guard() if guarded else None)
+    walk = Reversible(inner, Guard() if guarded else None, keep_signs=keep_signs)
     if guarded and isinstance(model.trunk, Reversible):
         walk.load_guard_state(model.trunk.guard_state())
     parameters = [p for p in inner.parameters() if p.requires_grad]

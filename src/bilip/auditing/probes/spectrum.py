@@ -141,8 +141,24 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     return SingularValues(torch.where(take, small, values), errors <= RESOLVED, errors, float(errors[-1]))
 
 
-def extremes(model: object, x: Tensor, context: Tensor | None = None, *, steps: int = 80, seed: int = 0) -> Extremes:
+def extremes(
+    model: object,
+    x: Tensor,
+    context: Tensor | None = None,
+    *,
+    steps: int = 80,
+    tolerance: float = 1e-7,
+    seed: int = 0,
+) -> Extremes:
     r"""The largest and smallest singular value of $J_F$ at each point of a batch, matrix-free: Lanczos on $J_F$ and on $J_F^{-1}$.
+
+    Args:
+        model: Anything `as_bijection` takes.
+        x: The points.
+        context: Their contexts.
+        steps: Largest number of steps.
+        tolerance: Stop earlier when every relative residual is below it; the error of a value that stands apart is of its square.
+        seed: Seed of the starting directions.
 
     Example:
         >>> from bilip.blocks import DiagonalScaling
@@ -154,11 +170,11 @@ def extremes(model: object, x: Tensor, context: Tensor | None = None, *, steps: 
     at = Linearized(subject, x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
-    top = largest_singular_value(at.apply, at.adjoint, start, steps=steps)
+    top = largest_singular_value(at.apply, at.adjoint, start, steps=steps, tolerance=tolerance)
     shaken = Linearized(subject, x, context, noise=EPS)
     top_error = top.residual + _rounding(at.apply, shaken.apply, top.right, start)
     try:
-        bottom = largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps)
+        bottom = largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps, tolerance=tolerance)
         moved = _rounding(at.solve, shaken.solve, bottom.right, start)
     except NotMeasured as why:
         nan = torch.full_like(top.value, torch.nan)
