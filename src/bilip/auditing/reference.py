@@ -122,7 +122,9 @@ class _Draws(TorchDispatchMode):
         if not wide:
             return func(*args, **kwargs)
         out = func(*map(_narrow, args), **{name: _narrow(value) for name, value in kwargs.items()})
-        if torch.Tag.inplace in func.tags:
+        if func._schema.name.endswith(
+            "_"
+        ):  # in place; the tag that says so is newer than the oldest torch that is supported
             return args[0].copy_(out)
         return out.double() if isinstance(out, Tensor) and out.dtype == torch.float32 else out
 
