@@ -66,7 +66,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cure.py --out results/regularizers/cure.json
 
 table: $(READY)
-	$(BIN)/python -c "from bilip.recipes.table import write_readme; write_table('docs/recipes.md', 'results')"
+	$(BIN)/python -c "from bilip.recipes.table import write_table; write_table('docs/recipes.md', 'results')"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
