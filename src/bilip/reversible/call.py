@@ -39,6 +39,7 @@ __all__ = ["Backward", "Call"]
 
 WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
 CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
+LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 
 
 @dataclass
@@ -184,18 +185,20 @@ class Call:
         if self._asks_too_much(watch, back.x.dtype):
             watch.rested()
             return self._recompute(back)
-        grad, result, drifts = self._walk(back, signs=self.signs)
-        if self._drifted(watch, drifts, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
+        grad, result, drift = self._walk(back, signs=self.signs)
+        if self._drifted(watch, drift, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
             return self._recompute(back)
         return grad, result
 
     def _walk(
         self, back: Backward, *, watched: bool = True, signs: Signs | None = None
-    ) -> tuple[Tensor, Sum, dict[int, Tensor]]:
+    ) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = back.x
         seen: dict[int, Tensor] = {}
+        reaches: list[Tensor] = []
+        sizes: list[tuple[int, Tensor]] = []  # of gradients of parameters, and how many drifts came before
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
             self.prepared.on_the_walk(k, y)
@@ -206,10 +209,12 @@ class Call:
             y, grad = pulled.x, pulled.grad
             if mark is not None:
                 seen[k] = mark.again(y) if pulled.print is None else pulled.print
+                reaches.append(mark.reach(y, grad))
+            sizes += ((len(seen), g) for g in pulled.parameters.values())
         if not seen:
-            return grad, result, {}
-        found = drifts_of([self.prints[k] for k in seen], list(seen.values()))
-        return grad, result, dict(zip(seen, found.unbind(), strict=True))
+            return grad, result, Drift.none(grad)
+        found = drifts_of([self.prints[k] for k in seen], list(seen.values()), reaches)
+        return grad, result, Drift.of(list(seen), found, sizes, everywhere=back.outward)
 
     def _back(
         self,
@@ -265,24 +270,23 @@ class Call:
             return False
         return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
-    def _drifted(self, watch: Watch, drifts: dict[int, Tensor], finite: Tensor, x: Tensor) -> bool:
+    def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor) -> bool:
         asked, least = self.share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
-        places = sorted(drifts)
-        values = torch.stack([*(drifts[k] for k in places), torch.where(finite, 0.0, torch.inf).double()])
+        total, lost = drift.total, torch.where(finite, 0.0, torch.inf).double()
         if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
-        watch.flag.raise_to(values.amax() / (asked if isinstance(asked, Tensor) else max(asked, least)))
+        watch.flag.raise_to(torch.maximum(total, lost) / (asked if isinstance(asked, Tensor) else max(asked, least)))
         if capturing(x):
             watch.steps += 1
             return False
         limit = max(float(asked), least)
-        names = [self.units[k].name for k in places]
-        *found, lost = values.tolist()
-        beyond = watch.settle(names, found, limit)
-        if lost and not beyond:
+        *found, total, lost = torch.cat((drift.added, total[None], lost[None])).tolist()
+        places, names = drift.places, [self.units[k].name for k in drift.places]
+        beyond = watch.settle(names, found, total, limit)
+        if lost and beyond is None:
             return watch.lost()
-        return watch.react(self.inverse, places, names, beyond, x.element_size() * x.numel())
+        return watch.react(self.inverse, places, names, beyond, total, x.element_size() * x.numel())
 
     def _spot_check(self, watch: Watch, back: Backward) -> bool:
         """Every so often: do a few samples have the gradient that they would have without a walk?"""
@@ -375,7 +379,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass is given: the two ends, what was stored, and the gradients of the outputs."""
+    """What a backward pass is given: the two ends, what was stored, the gradients of the outputs, and whether anybody wants that of the
+    input or the context.
+    """
 
     x: Tensor
     z: Tensor
@@ -383,6 +389,7 @@ class Backward:
     stored: tuple[Tensor, ...]
     grad: Tensor
     grad_log: Tensor | None
+    outward: bool = False
 
     def gives_finite(self, grad: Tensor) -> Tensor:
         """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
@@ -394,6 +401,43 @@ class Backward:
         """The first samples only."""
         cut = [None if t is None else t[:count] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
         return Backward(cut[0], cut[1], cut[2], tuple(t[:count] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Drift:
+    r"""How far a walk has drifted.
+
+    Attributes:
+        places: States that were compared, in the order of the walk: from the last to the first.
+        added: Drift that has added up from the output to each of them: shape `(places,)`.
+        total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
+            each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
+            input is wanted.
+    """
+
+    places: list[int]
+    added: Tensor
+    total: Tensor
+
+    @classmethod
+    def none(cls, x: Tensor) -> Drift:
+        """That of a walk in which nothing was compared."""
+        return cls([], torch.zeros(0, dtype=torch.float64, device=x.device), torch.zeros((), dtype=torch.float64, device=x.device))
+
+    @classmethod
+    def of(cls, places: list[int], found: Tensor, sizes: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
+        """From the drifts at these places, and gradients with how many of them came before."""
+        added = found.double().cumsum(0)
+        least = added[-1] if everywhere or not sizes else LEAST * added[-1]
+        if not sizes:
+            return cls(places, added, least)
+        size = torch.stack(torch._foreach_norm([g for _, g in sizes], dtype=torch.float64))
+        weight = size / size.amax()
+        until = [torch.zeros_like(added[0]), *added.unbind()]
+        met = torch.stack([until[count] for count, _ in sizes])
+        mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
+        mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
+        return cls(places, added, torch.maximum(mean, least))
 
 
 class Sum:

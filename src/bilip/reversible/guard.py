@@ -68,7 +68,7 @@ class Guard:
         """
         eps = torch.finfo(dtype).eps
         if self.tolerance is None:
-            return math.sqrt(eps)
+            return 3 * math.sqrt(eps)
         if self.tolerance < 20 * eps:
             raise InputError(
                 f"Guard(tolerance={self.tolerance:g}): {str(dtype).removeprefix('torch.')} rounds at {eps:.1e}, so that "
@@ -222,22 +222,25 @@ class Watch:
         self.repaired += 1
         return True
 
-    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
-        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""
+    def settle(self, names: Sequence[str], added: Sequence[float], total: float, limit: float) -> int | None:
+        """Take note of the drift of a step, in the order of the walk; where it has passed the limit, `None` if it does no harm."""
         self.steps += 1
         self.tolerance = limit
-        self.drift = dict(zip(names, drifts, strict=True))
+        self.drift = dict(reversed(list(zip(names, added, strict=True))))
         for name, value in self.drift.items():
             self.worst[name] = max(value, self.worst.get(name, 0.0))
-        return [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
+        if total <= limit:
+            return None
+        return next((k for k, value in enumerate(added) if not value <= limit), len(added) - 1)
 
-    def react(self, inverse: bool, places: Sequence[int], names: Sequence[str], beyond: list[int], size: int) -> bool:
+    def react(
+        self, inverse: bool, places: Sequence[int], names: Sequence[str], first: int | None, total: float, size: int
+    ) -> bool:
         """Act on drift; whether the step has to be repaired."""
-        if not beyond:
+        if first is None:
             return False
-        first, worst = beyond[0], max(self.drift.values())
         text = (
-            f"the memory-saving walk has drifted by {worst:.1e} (allowed {self.tolerance:.1e}), first at the input of block "
+            f"the memory-saving walk has drifted by {total:.1e} (allowed {self.tolerance:.1e}), first at the input of block "
             f"{names[first]}"
         )
         if self.guard.action == "raise":
