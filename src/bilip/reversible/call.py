@@ -17,7 +17,7 @@ from bilip.errors import DriftError
 from bilip.reversible.angle import angle
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import DriftWarning, Watch
+from bilip.reversible.guard import DriftWarning, Watch, anchors_for
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import Mixing
 from bilip.reversible.prepared import Prepared
@@ -39,6 +39,7 @@ __all__ = ["Backward", "Call"]
 
 WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
 CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
+CANCELS = 5  # tolerances that several calls together may be off by: what is out already cannot be mended
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 
 
@@ -77,6 +78,7 @@ class Call:
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
         self.advances: list[list[Advance]] = [[] for _ in self.units]
         self.prepared = Prepared(self.units, inverse=self.inverse)
+        self.dtype = torch.float32  # of the state, known when it runs
         self.overflowed = False  # the repaired gradient met an activation that is not finite
 
     # ---- forward
@@ -89,6 +91,9 @@ class Call:
         counter = None
         if self.watch is not None and not self.checkpoint and not self.watch.rest:
             counter, self.watched = self.watch.count_on(x.device), True
+        if self.watch is not None and not self.checkpoint:
+            self.watch.together.expect(self)
+            self.dtype = x.dtype
         logs: list[Tensor] = []
         stored: list[Tensor] = []
         own = False
@@ -179,16 +184,30 @@ class Call:
             return self._recompute(back)
         if watch is None:
             return self._walk(back, signs=self.signs)[:2]
-        if not self.watched:  # this call was made while resting
+        if not self.watched or self._asks_too_much(watch, back.x.dtype):  # or made while resting
             watch.rested()
-            return self._recompute(back)
-        if self._asks_too_much(watch, back.x.dtype):
-            watch.rested()
-            return self._recompute(back)
+            return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
         if self._drifted(watch, drift, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
+            return self._exact(watch, back)
+        if self._cancels(watch, result, drift.mean):
+            watch.repaired += 1
             return self._recompute(back)
         return grad, result
+
+    def _exact(self, watch: Watch, back: Backward) -> tuple[Tensor, Sum]:
+        grad, result = self._recompute(back)
+        self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
+        return grad, result
+
+    def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
+        """Whether this gradient and those of calls before it in the same backward pass leave little but errors, and it is to be repaired."""
+        found = watch.together.add(self, result.parameters, drift)
+        if found is None:
+            return False
+        limit = CANCELS * watch.guard.limit(self.dtype)
+        watch.flag.raise_to(found / limit)
+        return not capturing(found) and not float(found) <= limit and watch.cancelled(float(found), limit)
 
     def _walk(
         self, back: Backward, *, watched: bool = True, signs: Signs | None = None
@@ -281,12 +300,16 @@ class Call:
             watch.steps += 1
             return False
         limit = max(float(asked), least)
-        *found, total, lost = torch.cat((drift.added, total[None], lost[None])).tolist()
-        places, names = drift.places, [self.units[k].name for k in drift.places]
-        beyond = watch.settle(names, found, total, limit)
-        if lost and beyond is None:
+        *added, total, lost = torch.cat((drift.added, total[None], lost[None])).tolist()
+        names = [self.units[k].name for k in drift.places]
+        first = watch.settle(names, added, total, limit)
+        if lost and first is None:
             return watch.lost()
-        return watch.react(self.inverse, places, names, beyond, total, x.element_size() * x.numel())
+        if first is None or not watch.react(names[first], total):
+            return False
+        chosen = anchors_for(added, limit, 8 * torch.finfo(x.dtype).eps) or [first]
+        watch.anchor(self.inverse, [(drift.places[k], names[k]) for k in chosen], x.element_size() * x.numel())
+        return True
 
     def _spot_check(self, watch: Watch, back: Backward) -> bool:
         """Every so often: do a few samples have the gradient that they would have without a walk?"""
@@ -413,16 +436,19 @@ class Drift:
         total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
             each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
             input is wanted.
+        mean: The same without these two.
     """
 
     places: list[int]
     added: Tensor
     total: Tensor
+    mean: Tensor
 
     @classmethod
     def none(cls, x: Tensor) -> Drift:
         """That of a walk in which nothing was compared."""
-        return cls([], torch.zeros(0, dtype=torch.float64, device=x.device), torch.zeros((), dtype=torch.float64, device=x.device))
+        zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        return cls([], zero[None][:0], zero, zero)
 
     @classmethod
     def of(cls, places: list[int], found: Tensor, sizes: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
@@ -430,14 +456,14 @@ class Drift:
         added = found.double().cumsum(0)
         least = added[-1] if everywhere or not sizes else LEAST * added[-1]
         if not sizes:
-            return cls(places, added, least)
+            return cls(places, added, least, least)
         size = torch.stack(torch._foreach_norm([g for _, g in sizes], dtype=torch.float64))
         weight = size / size.amax()
         until = [torch.zeros_like(added[0]), *added.unbind()]
         met = torch.stack([until[count] for count, _ in sizes])
         mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
         mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
-        return cls(places, added, torch.maximum(mean, least))
+        return cls(places, added, torch.maximum(mean, least), mean)
 
 
 class Sum:

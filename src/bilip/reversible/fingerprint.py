@@ -150,6 +150,7 @@ def _kernels() -> Any:
         from bilip.reversible import fused
 
         zero = torch.zeros(1, 2, device="cuda")
+        fused.reaches(zero, zero, fused.scales(zero))
         fused.sums(zero, fused.scales(zero), Fingerprint(torch.zeros((), dtype=torch.int64, device="cuda")))
     except Exception:  # not installed, no compiler, a GPU it does not know: torch's operations are right everywhere
         return None
