@@ -201,7 +201,7 @@ class Call:
         return grad, result
 
     def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
-        """Whether this gradient and those of calls before it in the same backward pass leave little but errors, and it is to be repaired."""
+        """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
         found = watch.together.add(self, result.parameters, drift)
         if found is None:
             return False
@@ -209,9 +209,7 @@ class Call:
         watch.flag.raise_to(found / limit)
         return not capturing(found) and not float(found) <= limit and watch.cancelled(float(found), limit)
 
-    def _walk(
-        self, back: Backward, *, watched: bool = True, signs: Signs | None = None
-    ) -> tuple[Tensor, Sum, Drift]:
+    def _walk(self, back: Backward, *, watched: bool = True, signs: Signs | None = None) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = back.x

@@ -255,9 +255,7 @@ class Watch:
 
     def react(self, name: str, total: float) -> bool:
         """Act on drift that has passed the limit at the input of this block; whether the step has to be repaired."""
-        text = (
-            f"the memory-saving walk has drifted by {total:.1e} (allowed {self.tolerance:.1e}), first at the input of block {name}"
-        )
+        text = f"the memory-saving walk has drifted by {total:.1e} (allowed {self.tolerance:.1e}), first at the input of block {name}"
         if self.guard.action == "raise":
             raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
         if self.guard.action == "warn":
