@@ -596,7 +596,7 @@ def test_several_calls_that_do_not_cancel_are_left_alone():
     assert guarded.report().repaired == 0
     del kept
     gradient(guarded, model, x, loss)
-    assert not guarded._watch.together.grads  # nothing is held on to
+    assert not guarded._watch.together.found  # nothing is held on to
 
 
 def test_a_copy_is_made_between_call_and_backward_pass():
@@ -609,4 +609,30 @@ def test_a_copy_is_made_between_call_and_backward_pass():
         stored = gradient(other.bijection, other, x)
         assert off(gradient(other, other, x), stored) < 1e-3
     waiting.backward()
-    assert not guarded._watch.together.grads
+    assert not guarded._watch.together.found
+
+
+class Looked(nn.Module):
+    """A shift with a table whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x) + self.table(torch.arange(len(x)) % 2)
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    model = Chain(
+        blocks.AdditiveCoupling(Looked()), blocks.AdditiveCoupling(Looked(), blocks.Split(swap=True)), shape=(6,)
+    )
+    x = torch.randn(8, 6)
+
+    def dense(f):
+        model.zero_grad()
+        (loss_of(f, x) + loss_of(f, x.flip(1))).backward()
+        return [p.grad.to_dense() for p in model.parameters()]
+
+    assert off(dense(Reversible(model)), dense(model)) < 1e-5

@@ -33,6 +33,7 @@ from bilip.reversible.replay import (
     modes_again,
     versions_of,
 )
+from bilip.reversible.together import sizes
 from bilip.reversible.unit import Grads, Pulled, Unit
 
 __all__ = ["Backward", "Call"]
@@ -215,7 +216,7 @@ class Call:
         given[0] = back.x
         seen: dict[int, Tensor] = {}
         reaches: list[Tensor] = []
-        sizes: list[tuple[int, Tensor]] = []  # of gradients of parameters, and how many drifts came before
+        grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
             self.prepared.on_the_walk(k, y)
@@ -227,11 +228,11 @@ class Call:
             if mark is not None:
                 seen[k] = mark.again(y) if pulled.print is None else pulled.print
                 reaches.append(mark.reach(y, grad))
-            sizes += ((len(seen), g) for g in pulled.parameters.values())
+            grads += ((len(seen), g) for g in pulled.parameters.values())
         if not seen:
             return grad, result, Drift.none(grad)
         found = drifts_of([self.prints[k] for k in seen], list(seen.values()), reaches)
-        return grad, result, Drift.of(list(seen), found, sizes, everywhere=back.outward)
+        return grad, result, Drift.of(list(seen), found, grads, everywhere=back.outward)
 
     def _back(
         self,
@@ -449,16 +450,16 @@ class Drift:
         return cls([], zero[None][:0], zero, zero)
 
     @classmethod
-    def of(cls, places: list[int], found: Tensor, sizes: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
+    def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
         """From the drifts at these places, and gradients with how many of them came before."""
         added = found.double().cumsum(0)
-        least = added[-1] if everywhere or not sizes else LEAST * added[-1]
-        if not sizes:
+        least = added[-1] if everywhere or not grads else LEAST * added[-1]
+        if not grads:
             return cls(places, added, least, least)
-        size = torch.stack(torch._foreach_norm([g for _, g in sizes], dtype=torch.float64))
+        size = sizes([g for _, g in grads])
         weight = size / size.amax()
         until = [torch.zeros_like(added[0]), *added.unbind()]
-        met = torch.stack([until[count] for count, _ in sizes])
+        met = torch.stack([until[count] for count, _ in grads])
         mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
         mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
         return cls(places, added, torch.maximum(mean, least), mean)

@@ -36,11 +36,14 @@ class Guard:
     block; what enters the first block is kept and used as it is.
 
     Args:
-        tolerance: Largest drift of a sample, the root mean square over its coordinates, each in units of its typical spread over the batch;
-            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`. Walks whose
-            gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
+        tolerance: What a gradient may be wrong by, relative to its size, as the guard estimates it: drift adds up from block to block, and
+            the gradients of the parameters of a block count with what has added up until there. The drift at a block is the largest of a
+            sample, the root mean square over its coordinates, each in units of its typical spread over the batch, times the growth of
+            the gradient there. By default $3 \sqrt{\epsilon}$ of the dtype (1.0e-3 for float32), chosen with
+            `benchmarks/guard_soak.py`. Walks whose gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
-            the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say.
+            the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say. Where the
+            gradients of several calls in one backward pass nearly cancel, only the last can be repaired: a warning says so.
         budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
         spot_check: Every so many steps compare the gradients of a few samples with stored ones; 0 for never.
 
@@ -91,7 +94,7 @@ class GuardReport:
         steps: Backward passes watched.
         repaired: How many of them were recomputed.
         warned: How many ended with a warning.
-        drift: By block: drift of its recovered input in the scales of its coordinates, in the last watched step.
+        drift: By block: what drift has added up to from the output to its recovered input, in the last watched step.
         worst: By block: the largest so far.
         anchors: By block: bytes stored before it in each step.
         tolerance: The limit in force in the last watched step.
@@ -114,7 +117,7 @@ class GuardReport:
 
     @property
     def guilty(self) -> str:
-        """The block at whose input drift begins, as the walk meets it: the last one beyond the tolerance. If none is, that with the largest
+        """The block at whose input drift passes the tolerance, as the walk meets it: the last one beyond. If none is, that with the largest
         drift so far; empty if there is none.
         """
         beyond = [name for name, drift in self.worst.items() if drift > self.tolerance]

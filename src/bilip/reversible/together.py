@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["Together"]
+__all__ = ["Together", "sizes"]
 
 
 class Together:
@@ -22,9 +22,9 @@ class Together:
 
     def __init__(self) -> None:
         self.waiting: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.task = -1
-        self.grads: dict[Tensor, Tensor] = {}
-        self.wrong: Tensor | None = None
+        self.found: dict[
+            int, tuple[dict[Tensor, Tensor], Tensor]
+        ] = {}  # by backward pass: gradients, what they are wrong by
 
     def expect(self, call: Any) -> None:
         """Take note of a call that was made."""
@@ -40,27 +40,29 @@ class Together:
         """
         self.waiting.pop(id(call), None)
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        several = task == self.task and task >= 0 and bool(self.grads)
-        if not several:
-            self.clear()
-        if not grads or not (several or self.waiting):
-            return None
-        wrong = drift * _size(grads)
-        self.wrong = wrong if self.wrong is None else self.wrong + wrong
-        for p, g in grads.items():
-            self.grads[p] = self.grads[p] + g if p in self.grads else g
-        self.task = task
-        found = self.wrong / _size(self.grads) if several else None
+        before = self.found.pop(task, None)  # of this pass: those of other threads have other numbers
         if not self.waiting:
-            self.clear()
-        return found
-
-    def clear(self) -> None:
-        self.task, self.grads, self.wrong = -1, {}, None
+            self.found.clear()
+            if before is None:
+                return None
+        if not grads:
+            if before is not None:
+                self.found[task] = before
+            return None
+        total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
+        if before is not None:
+            wrong = wrong + before[1]
+            for p, g in before[0].items():
+                total[p] = total[p] + g if p in total else g
+        if self.waiting:
+            self.found[task] = total, wrong
+        return None if before is None else wrong / torch.linalg.vector_norm(sizes(list(total.values())))
 
     def __reduce__(self) -> tuple[type[Together], tuple[()]]:
         return Together, ()
 
 
-def _size(grads: Mapping[Tensor, Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64)))
+def sizes(grads: Sequence[Tensor]) -> Tensor:
+    """Their norms, in float64: squares of large gradients are no float32."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    return torch.stack(torch._foreach_norm(dense, dtype=torch.float64))
