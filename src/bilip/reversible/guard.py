@@ -48,7 +48,7 @@ class Guard:
         spot_check: Every so many steps compare the gradients of a few samples with stored ones; 0 for never.
 
     Example:
-        >>> Guard(action="warn").limit(torch.float32) < 1e-3
+        >>> Guard(action="warn").limit(torch.float32) < 2e-3
         True
     """
 
