@@ -15,6 +15,10 @@ guarded gradient is further than that from the stored one is wrong; wrong with n
 choose the other side of a kink: a step counts as a kink, not as wrong, if it is within the yardstick when the signs of the forward pass
 are used. A healthy model is one whose bare walk is within the yardstick: a repair there was not needed.
 
+Where the gradients of several calls nearly cancel, what the first of them gave is out before anybody can know: the guard mends the last
+one, says so in a `DriftWarning`, and computes the next steps without a walk. A step above the yardstick with such a warning is counted
+apart: it is wrong, and not silent.
+
 A step above the yardstick counts as rounding, not as wrong, if the walk is not to blame and the model is that sensitive: its angle is
 at most twice that of the same gradient without any walk (`memory="checkpoint"`: every state evaluated again from the input; ActNorm and
 1x1 convolution are one matrix there, which rounds differently from one after the other), and that is at most three times the largest angle
@@ -51,7 +55,7 @@ from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
 from bilip.record import environment
 from bilip.regularizers import FiniteDifference
-from bilip.reversible import Guard, Reversible, angle
+from bilip.reversible import DriftWarning, Guard, Reversible, angle
 
 STEPS, FLOOR, NOISE, MOVES = 3, 1e-3, 3.0, 8
 FIRST, ALL = 0.25, 0.15  # the most repairs that may be needless: of healthy first steps, of all
@@ -237,7 +241,8 @@ def steps(model: Bijection, x: Tensor, stored: list[Tensor], what: tuple[str, st
             warnings.simplefilter("always")
             value = off(gradient(guarded, model, x, *what), stored)
         repaired = guarded.report().repaired > before
-        found.append({"angle": value, "repaired": repaired, "spoke": repaired or bool(caught)})
+        warned = any(issubclass(one.category, DriftWarning) for one in caught)
+        found.append({"angle": value, "repaired": repaired, "warned": warned, "spoke": repaired or warned})
     return found
 
 
@@ -276,6 +281,8 @@ def examine(seed: int, index: int) -> dict[str, Any]:
         again = steps(model, x, stored, what, keep_signs=True)
         kinks = [k for k in wrong if again[k]["angle"] <= yardstick]
     wrong = [k for k in wrong if k not in kinks]
+    warned = [k for k in wrong if found[k]["warned"]]
+    wrong = [k for k in wrong if k not in warned]
     rounding: list[int] = []
     sensitive = math.nan
     if wrong:
@@ -292,6 +299,7 @@ def examine(seed: int, index: int) -> dict[str, Any]:
         "steps": found,
         "wrong": [k for k in wrong if k not in rounding],
         "kinks": kinks,
+        "warned": warned,
         "rounding": rounding,
         "moved": sensitive,
     }
@@ -325,7 +333,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     def worst(pairs: list[tuple[dict[str, Any], int]]) -> float:
         """Of the angle over the yardstick, kinks and rounding left out."""
-        judged = [(r, k) for r, k in pairs if k not in (*r["kinks"], *r["rounding"])]
+        judged = [(r, k) for r, k in pairs if k not in (*r["kinks"], *r["warned"], *r["rounding"])]
         return max((r["steps"][k]["angle"] / r["yardstick"] for r, k in judged), default=0.0)
 
     return {
@@ -339,6 +347,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "silently_wrong_steps": len(silent),
         "wrong": listed(rows, "wrong"),
         "kink_steps": sum(len(row["kinks"]) for row in rows),
+        "steps_with_a_warning": sum(step["warned"] for row in rows for step in row["steps"]),
+        "wrong_steps_with_a_warning": sum(len(row["warned"]) for row in rows),
+        "warned": listed(rows, "warned"),
         "rounding_steps": sum(len(row["rounding"]) for row in rows),
         "rounding": listed(rows, "rounding"),
         "repaired_steps": len(mended),
@@ -401,7 +412,8 @@ def main() -> int:
         args.out.write_text(json.dumps(finite(report), indent=1) + "\n")
     print(
         f"{found['models']} models, {found['steps']} steps: wrong {found['wrong_steps']}, of these silently "
-        f"{found['silently_wrong_steps']}; above the yardstick besides: {found['kink_steps']} kinks, {found['rounding_steps']} by "
+        f"{found['silently_wrong_steps']}; above the yardstick besides: {found['kink_steps']} kinks, "
+        f"{found['wrong_steps_with_a_warning']} with a warning (of {found['steps_with_a_warning']} warnings), {found['rounding_steps']} by "
         f"rounding without any walk (models {[one['index'] for one in found['rounding']]}); "
         f"the bare walk is wrong in {found['bare_wrong']} models; "
         f"repaired {found['repaired_steps']} steps, needlessly {found['needless_first']:.1%} of healthy first steps and "

@@ -9,7 +9,7 @@ from bilip import models
 from bilip.errors import InputError
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle, hold
-from bilip.reversible.call import Call
+from bilip.reversible.call import Call, Drift
 from squashed import squash
 
 
@@ -88,7 +88,9 @@ def test_steps_that_no_walk_can_resolve_are_not_walked(dtype, eps, monkeypatch):
     gradients(saving, model, x, penalty)
     assert saving.report().repaired == 3
     walked = []
-    monkeypatch.setattr(Call, "_walk", lambda self, back, **o: walked.append(1) or (*self._recompute(back), {}))
+    monkeypatch.setattr(
+        Call, "_walk", lambda self, back, **o: walked.append(1) or (*self._recompute(back), Drift.none(back.x))
+    )
     gradients(
         saving, model, 1e-3 * x, FiniteDifference(1.0, eps=eps, mode="forward")
     )  # beside smaller samples it is larger

@@ -17,7 +17,7 @@ from bilip.errors import DriftError
 from bilip.reversible.angle import angle
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import DriftWarning, Watch
+from bilip.reversible.guard import DriftWarning, Watch, anchors_for
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import Mixing
 from bilip.reversible.prepared import Prepared
@@ -33,12 +33,15 @@ from bilip.reversible.replay import (
     modes_again,
     versions_of,
 )
+from bilip.reversible.together import sizes
 from bilip.reversible.unit import Grads, Pulled, Unit
 
 __all__ = ["Backward", "Call"]
 
 WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
 CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
+CANCELS = 5  # tolerances that several calls together may be off by: what is out already cannot be mended
+LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Call:
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
         self.advances: list[list[Advance]] = [[] for _ in self.units]
         self.prepared = Prepared(self.units, inverse=self.inverse)
+        self.dtype = torch.float32  # of the state, known when it runs
         self.overflowed = False  # the repaired gradient met an activation that is not finite
 
     # ---- forward
@@ -88,6 +92,9 @@ class Call:
         counter = None
         if self.watch is not None and not self.checkpoint and not self.watch.rest:
             counter, self.watched = self.watch.count_on(x.device), True
+        if self.watch is not None and not self.checkpoint:
+            self.watch.together.expect(self)
+            self.dtype = x.dtype
         logs: list[Tensor] = []
         stored: list[Tensor] = []
         own = False
@@ -178,24 +185,38 @@ class Call:
             return self._recompute(back)
         if watch is None:
             return self._walk(back, signs=self.signs)[:2]
-        if not self.watched:  # this call was made while resting
+        if not self.watched or self._asks_too_much(watch, back.x.dtype):  # or made while resting
             watch.rested()
-            return self._recompute(back)
-        if self._asks_too_much(watch, back.x.dtype):
-            watch.rested()
-            return self._recompute(back)
-        grad, result, drifts = self._walk(back, signs=self.signs)
-        if self._drifted(watch, drifts, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
+            return self._exact(watch, back)
+        grad, result, drift = self._walk(back, signs=self.signs)
+        if self._drifted(watch, drift, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
+            return self._exact(watch, back)
+        if self._cancels(watch, result, drift.mean):
+            watch.repaired += 1
             return self._recompute(back)
         return grad, result
 
-    def _walk(
-        self, back: Backward, *, watched: bool = True, signs: Signs | None = None
-    ) -> tuple[Tensor, Sum, dict[int, Tensor]]:
+    def _exact(self, watch: Watch, back: Backward) -> tuple[Tensor, Sum]:
+        grad, result = self._recompute(back)
+        self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
+        return grad, result
+
+    def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
+        """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
+        found = watch.together.add(self, result.parameters, drift)
+        if found is None:
+            return False
+        limit = CANCELS * watch.guard.limit(self.dtype)
+        watch.flag.raise_to(found / limit)
+        return not capturing(found) and not float(found) <= limit and watch.cancelled(float(found), limit)
+
+    def _walk(self, back: Backward, *, watched: bool = True, signs: Signs | None = None) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = back.x
         seen: dict[int, Tensor] = {}
+        reaches: list[Tensor] = []
+        grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
             self.prepared.on_the_walk(k, y)
@@ -206,10 +227,12 @@ class Call:
             y, grad = pulled.x, pulled.grad
             if mark is not None:
                 seen[k] = mark.again(y) if pulled.print is None else pulled.print
+                reaches.append(mark.reach(y, grad))
+            grads += ((len(seen), g) for g in pulled.parameters.values())
         if not seen:
-            return grad, result, {}
-        found = drifts_of([self.prints[k] for k in seen], list(seen.values()))
-        return grad, result, dict(zip(seen, found.unbind(), strict=True))
+            return grad, result, Drift.none(grad)
+        found = drifts_of([self.prints[k] for k in seen], list(seen.values()), reaches)
+        return grad, result, Drift.of(list(seen), found, grads, everywhere=back.outward)
 
     def _back(
         self,
@@ -265,24 +288,27 @@ class Call:
             return False
         return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
-    def _drifted(self, watch: Watch, drifts: dict[int, Tensor], finite: Tensor, x: Tensor) -> bool:
+    def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor) -> bool:
         asked, least = self.share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
-        places = sorted(drifts)
-        values = torch.stack([*(drifts[k] for k in places), torch.where(finite, 0.0, torch.inf).double()])
+        total, lost = drift.total, torch.where(finite, 0.0, torch.inf).double()
         if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
-        watch.flag.raise_to(values.amax() / (asked if isinstance(asked, Tensor) else max(asked, least)))
+        watch.flag.raise_to(torch.maximum(total, lost) / (asked if isinstance(asked, Tensor) else max(asked, least)))
         if capturing(x):
             watch.steps += 1
             return False
         limit = max(float(asked), least)
-        names = [self.units[k].name for k in places]
-        *found, lost = values.tolist()
-        beyond = watch.settle(names, found, limit)
-        if lost and not beyond:
+        *added, total, lost = torch.cat((drift.added, total[None], lost[None])).tolist()
+        names = [self.units[k].name for k in drift.places]
+        first = watch.settle(names, added, total, limit)
+        if lost and first is None:
             return watch.lost()
-        return watch.react(self.inverse, places, names, beyond, x.element_size() * x.numel())
+        if first is None or not watch.react(names[first], total):
+            return False
+        chosen = anchors_for(added, limit, 8 * torch.finfo(x.dtype).eps) or [first]
+        watch.anchor(self.inverse, [(drift.places[k], names[k]) for k in chosen], x.element_size() * x.numel())
+        return True
 
     def _spot_check(self, watch: Watch, back: Backward) -> bool:
         """Every so often: do a few samples have the gradient that they would have without a walk?"""
@@ -375,7 +401,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass is given: the two ends, what was stored, and the gradients of the outputs."""
+    """What a backward pass is given: the two ends, what was stored, the gradients of the outputs, and whether anybody wants that of the
+    input or the context.
+    """
 
     x: Tensor
     z: Tensor
@@ -383,6 +411,7 @@ class Backward:
     stored: tuple[Tensor, ...]
     grad: Tensor
     grad_log: Tensor | None
+    outward: bool = False
 
     def gives_finite(self, grad: Tensor) -> Tensor:
         """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
@@ -394,6 +423,46 @@ class Backward:
         """The first samples only."""
         cut = [None if t is None else t[:count] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
         return Backward(cut[0], cut[1], cut[2], tuple(t[:count] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Drift:
+    r"""How far a walk has drifted.
+
+    Attributes:
+        places: States that were compared, in the order of the walk: from the last to the first.
+        added: Drift that has added up from the output to each of them: shape `(places,)`.
+        total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
+            each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
+            input is wanted.
+        mean: The same without these two.
+    """
+
+    places: list[int]
+    added: Tensor
+    total: Tensor
+    mean: Tensor
+
+    @classmethod
+    def none(cls, x: Tensor) -> Drift:
+        """That of a walk in which nothing was compared."""
+        zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        return cls([], zero[None][:0], zero, zero)
+
+    @classmethod
+    def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
+        """From the drifts at these places, and gradients with how many of them came before."""
+        added = found.double().cumsum(0)
+        least = added[-1] if everywhere or not grads else LEAST * added[-1]
+        if not grads:
+            return cls(places, added, least, least)
+        size = sizes([g for _, g in grads])
+        weight = size / size.amax()
+        until = [torch.zeros_like(added[0]), *added.unbind()]
+        met = torch.stack([until[count] for count, _ in grads])
+        mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
+        mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
+        return cls(places, added, torch.maximum(mean, least), mean)
 
 
 class Sum:

@@ -87,7 +87,8 @@ class MemorySaving(torch.autograd.Function):
             found = Again.apply(function, len(parameters), 2, x, context, *parameters, *given)
             return None, *found[: len(wanted)]
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
-        g_x, result = call.pull(Backward(x, z, context, stored, grad, grads[1] if call.log_det else None))
+        grad_log = grads[1] if call.log_det else None
+        g_x, result = call.pull(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
         if (
             call.overflowed
         ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not

@@ -32,7 +32,7 @@ from bilip.reversible.fingerprint import (
     wide,
 )
 
-__all__ = ["couple", "scales", "sums", "uncouple"]
+__all__ = ["couple", "reaches", "scales", "sums", "uncouple"]
 
 _STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
 _FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
@@ -71,6 +71,14 @@ def sums(flat: Tensor, scale: Tensor, key: Fingerprint) -> Tensor:
         _launch(_sums, flat, flat, scale, key.counter, key.key, 1.0, found)
         return found.div_(norm(flat.shape[1]))
     _launch(_sums, flat, flat, *_key(key, scale, flat), found)
+    return found
+
+
+def reaches(flat: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
+    """The norm of the gradient of each row, as `bilip.reversible.fingerprint.Print.reach` finds it."""
+    flat, grad = flat.contiguous(), grad.contiguous()
+    found = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
+    _launch(_reaches, flat, flat, grad, scale, found)
     return found
 
 
@@ -243,6 +251,19 @@ def _sums(x, scale, counter, key, factor, found, size, BLOCK: tl.constexpr):
         value = tl.load(x + row * size + at, mask=at < size, other=0.0)
         first, second = _weighted(value, scale, at, size, seed, first, second)
     _store_sums(found, row, first, second, factor)
+
+
+@triton.jit
+def _reaches(x, grad, scale, found, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(x + row * size + at, mask=at < size, other=0.0).to(scale.dtype.element_ty)
+        unit = tl.maximum(tl.load(scale + at, mask=at < size, other=1.0), tl.abs(value) / _FAR)
+        part = tl.load(grad + row * size + at, mask=at < size, other=0.0).to(tl.float64) * unit.to(tl.float64)
+        total += part * part
+    tl.store(found + row, tl.sqrt(tl.sum(total, axis=0)))
 
 
 @triton.jit

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from bilip._capture import Flag
 from bilip.errors import DriftError, InputError
+from bilip.reversible.together import Together
 
-__all__ = ["DriftWarning", "Guard", "GuardReport", "Watch"]
+__all__ = ["DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for"]
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20
+AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest")
 
 
@@ -34,16 +36,19 @@ class Guard:
     block; what enters the first block is kept and used as it is.
 
     Args:
-        tolerance: Largest drift of a sample, the root mean square over its coordinates, each in units of its typical spread over the batch;
-            by default $\sqrt{\epsilon}$ of the dtype (3.5e-4 for float32), chosen with `benchmarks/guard_soak.py`. Walks whose
-            gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
+        tolerance: What a gradient may be wrong by, relative to its size, as the guard estimates it: drift adds up from block to block, and
+            the gradients of the parameters of a block count with what has added up until there. The drift at a block is the largest of a
+            sample, the root mean square over its coordinates, each in units of its typical spread over the batch, times the growth of
+            the gradient there. By default $3 \sqrt{\epsilon}$ of the dtype (1.0e-3 for float32), chosen with
+            `benchmarks/guard_soak.py`. Walks whose gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
-            the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say.
+            the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say. Where the
+            gradients of several calls in one backward pass nearly cancel, only the last can be repaired: a warning says so.
         budget: Bytes for anchors, stored activations at which the walk starts afresh; 0 repairs without them.
         spot_check: Every so many steps compare the gradients of a few samples with stored ones; 0 for never.
 
     Example:
-        >>> Guard(action="warn").limit(torch.float32) < 1e-3
+        >>> Guard(action="warn").limit(torch.float32) < 2e-3
         True
     """
 
@@ -68,7 +73,7 @@ class Guard:
         """
         eps = torch.finfo(dtype).eps
         if self.tolerance is None:
-            return math.sqrt(eps)
+            return 3 * math.sqrt(eps)
         if self.tolerance < 20 * eps:
             raise InputError(
                 f"Guard(tolerance={self.tolerance:g}): {str(dtype).removeprefix('torch.')} rounds at {eps:.1e}, so that "
@@ -89,7 +94,7 @@ class GuardReport:
         steps: Backward passes watched.
         repaired: How many of them were recomputed.
         warned: How many ended with a warning.
-        drift: By block: drift of its recovered input in the scales of its coordinates, in the last watched step.
+        drift: By block: what drift has added up to from the output to its recovered input, in the last watched step.
         worst: By block: the largest so far.
         anchors: By block: bytes stored before it in each step.
         tolerance: The limit in force in the last watched step.
@@ -112,7 +117,7 @@ class GuardReport:
 
     @property
     def guilty(self) -> str:
-        """The block at whose input drift begins, as the walk meets it: the last one beyond the tolerance. If none is, that with the largest
+        """The block at whose input drift passes the tolerance, as the walk meets it: the last one beyond. If none is, that with the largest
         drift so far; empty if there is none.
         """
         beyond = [name for name, drift in self.worst.items() if drift > self.tolerance]
@@ -138,6 +143,7 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
+    together: Together = field(default_factory=Together, repr=False, compare=False)
     flag: Flag = field(init=False, repr=False, compare=False)  # largest drift over its limit, for captured steps
 
     def __post_init__(self) -> None:
@@ -222,24 +228,37 @@ class Watch:
         self.repaired += 1
         return True
 
-    def settle(self, names: Sequence[str], drifts: Sequence[float], limit: float) -> list[int]:
-        """Take note of the drifts of a step, by state; the states beyond the limit, from the last to the first."""
+    def cancelled(self, found: float, limit: float) -> bool:
+        """Act on calls whose gradients nearly cancel; whether the last of them is to be repaired. What the others gave is out already."""
+        text = (
+            f"the gradients of several calls in one backward pass nearly cancel: their drift is {found:.1e} of what remains (allowed "
+            f"{limit:.1e})"
+        )
+        if self.guard.action == "raise":
+            raise DriftError(f"{text}. Use Guard(action='repair'), or memory='checkpoint' for such a loss.")
+        self.warned += 1
+        if self.guard.action == "warn":
+            warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
+            return False
+        self.rest = REST
+        text = f"{text}; this gradient may be wrong, the next steps are computed without a walk"
+        warnings.warn(text, DriftWarning, stacklevel=2)
+        return True
+
+    def settle(self, names: Sequence[str], added: Sequence[float], total: float, limit: float) -> int | None:
+        """Take note of the drift of a step, in the order of the walk; where it has passed the limit, `None` if it does no harm."""
         self.steps += 1
         self.tolerance = limit
-        self.drift = dict(zip(names, drifts, strict=True))
+        self.drift = dict(reversed(list(zip(names, added, strict=True))))
         for name, value in self.drift.items():
             self.worst[name] = max(value, self.worst.get(name, 0.0))
-        return [k for k in reversed(range(len(drifts))) if not drifts[k] <= limit]
+        if total <= limit:
+            return None
+        return next((k for k, value in enumerate(added) if not value <= limit), len(added) - 1)
 
-    def react(self, inverse: bool, places: Sequence[int], names: Sequence[str], beyond: list[int], size: int) -> bool:
-        """Act on drift; whether the step has to be repaired."""
-        if not beyond:
-            return False
-        first, worst = beyond[0], max(self.drift.values())
-        text = (
-            f"the memory-saving walk has drifted by {worst:.1e} (allowed {self.tolerance:.1e}), first at the input of block "
-            f"{names[first]}"
-        )
+    def react(self, name: str, total: float) -> bool:
+        """Act on drift that has passed the limit at the input of this block; whether the step has to be repaired."""
+        text = f"the memory-saving walk has drifted by {total:.1e} (allowed {self.tolerance:.1e}), first at the input of block {name}"
         if self.guard.action == "raise":
             raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
         if self.guard.action == "warn":
@@ -247,10 +266,40 @@ class Watch:
             warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
             return False
         self.repaired += 1
-        size = size if places[first] else 0  # the input is stored anyway
-        if sum(self.anchors.values()) + size <= self.guard.budget:
-            self.anchors[inverse, places[first]] = size
-            self.names[inverse, places[first]] = names[first]
-        else:
-            self.rest = REST
         return True
+
+    def anchor(self, inverse: bool, places: Sequence[tuple[int, str]], size: int) -> None:
+        """Store these states from the next step on, in this order as far as they fit; rest if not even the first does."""
+        for k, (place, name) in enumerate(places):
+            cost = size if place else 0  # the input is stored anyway
+            if sum(self.anchors.values()) + cost <= self.guard.budget:
+                self.anchors[inverse, place] = cost
+                self.names[inverse, place] = name
+            elif not k:
+                self.rest = REST
+
+
+def anchors_for(added: Sequence[float], limit: float, rounding: float) -> list[int]:
+    """Where to store states so that a walk that has drifted stays well within its limit, in the order of the walk.
+
+    From an anchor on a walk begins afresh with the error of rounding, which is taken to grow as the drift did.
+
+    Args:
+        added: Drift that has added up to each place.
+        limit: What it may add up to.
+        rounding: The drift of one block that is exact.
+
+    Example:
+        >>> anchors_for([1e-7, 2e-7, 1e-2, 2e-2], 1e-3, 1e-6)
+        [2]
+    """
+    chosen, level, total, begun = [], limit / AHEAD, 0.0, math.nan
+    for k, (before, after) in enumerate(zip([0.0, *added], added, strict=False)):
+        drift = after - before if math.isfinite(after) else math.inf
+        if begun == begun:  # after an anchor
+            drift = min(drift, rounding * max(1.0, drift / begun if math.isfinite(drift) and begun > 0 else 1.0))
+        total += drift
+        if not total <= level:
+            chosen.append(k)
+            begun, total = max(after - before if math.isfinite(after) else math.inf, rounding), 0.0
+    return chosen
