@@ -34,6 +34,7 @@ healthy models.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -43,7 +44,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -291,6 +292,7 @@ def examine(seed: int, index: int) -> dict[str, Any]:
         if apart <= NOISE * sensitive:
             rounding = [k for k in wrong if found[k]["angle"] <= 2 * apart]
     return {
+        "seed": seed,
         "index": index,
         "left_out": attempt,
         **facts,
@@ -361,18 +363,40 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(seed: int, count: int, jobs: int) -> list[dict[str, Any]]:
-    rows, begin = [], time.perf_counter()
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for row in pool.map(examine, [seed] * count, range(count), chunksize=max(1, min(20, count // (4 * jobs)))):
-            rows.append(row)
+def run(seed: int, count: int, jobs: int, kept: Path | None) -> list[dict[str, Any]]:
+    """What was found of each model, in their order; those whose rows are kept already are not examined again."""
+    rows, begin = known(kept, seed, count), time.perf_counter()
+    left = [index for index in range(count) if index not in rows]
+    with (
+        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        kept.open("a") if kept else contextlib.nullcontext() as file,
+    ):
+        waiting = [pool.submit(examine, seed, index) for index in left]
+        for one in as_completed(waiting):
+            row = {**one.result(), "torch": torch.__version__}
+            rows[row["index"]] = row
+            if file:
+                print(json.dumps(row), file=file, flush=True)
             if len(rows) % 100 == 0 or len(rows) == count:
-                wrong = sum(len(row["wrong"]) for row in rows)
+                wrong = sum(len(row["wrong"]) for row in rows.values())
                 seconds = time.perf_counter() - begin
                 print(
                     f"{len(rows)} of {count} models, {wrong} wrong steps, {seconds:.0f} s", file=sys.stderr, flush=True
                 )
-    return rows
+    return [rows[index] for index in range(count)]
+
+
+def known(kept: Path | None, seed: int, count: int) -> dict[int, dict[str, Any]]:
+    """The rows that an earlier run has kept, by model; a line that was cut off is left out."""
+    if kept is None or not kept.exists():
+        return {}
+    found = {}
+    for line in kept.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if row["seed"] == seed and row["index"] < count:
+                found[row["index"]] = row
+    return found
 
 
 def main() -> int:
@@ -380,11 +404,12 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--rows", type=Path, help="keep what is found of each model here; the same command goes on")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     args = parser.parse_args()
 
     begin = time.perf_counter()
-    rows = run(args.seed, args.models, args.jobs)
+    rows = run(args.seed, args.models, args.jobs, args.rows)
     found = summary(rows)
     kinds = {
         "smooth": [r for r in rows if r["activation"] in SMOOTH],
@@ -401,6 +426,7 @@ def main() -> int:
             "tolerance": Guard().limit(torch.float32),
         },
         "environment": environment(),
+        "torch": {version: sum(r["torch"] == version for r in rows) for version in sorted({r["torch"] for r in rows})},
         "seconds": round(time.perf_counter() - begin, 1),
         "summary": found,
         "activations": {name: summary(some) for name, some in kinds.items()},
