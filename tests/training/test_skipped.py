@@ -94,7 +94,8 @@ def test_skipped_steps_leave_the_weights_of_the_step_before(tmp_path):
 
 def test_too_many_in_a_row_end_training(steps, tmp_path):
     task = make_task(broken=(1, 2, 6, 7, 8, 9))
-    with pytest.raises(TrainingDiverged, match=r"3 gradients in a row were not finite.*step 9.*first in bijection\.blocks\.2.*last good") as caught:
+    said = r"3 gradients in a row were not finite.*step 9.*first in bijection\.blocks\.2.*last good"
+    with pytest.raises(TrainingDiverged, match=said) as caught:
         train(task, settings(), tmp_path, progress=silent)
     assert caught.value.step == 9
     assert read_state(tmp_path / "last.safetensors")[1]["step"] == 8
@@ -102,7 +103,8 @@ def test_too_many_in_a_row_end_training(steps, tmp_path):
 
 def test_a_loss_that_is_not_finite_names_step_and_block(steps, tmp_path):
     task = make_task(far=(5,))
-    with pytest.raises(TrainingDiverged, match=r"the loss was (inf|nan) in step 6; .*; the last good checkpoint") as caught:
+    said = r"the loss was (inf|nan) in step 6; .*; the last good checkpoint"
+    with pytest.raises(TrainingDiverged, match=said) as caught:
         train(task, settings(), tmp_path, progress=silent)
     assert caught.value.step == 6
     assert "finite" in str(caught.value)

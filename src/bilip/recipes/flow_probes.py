@@ -226,8 +226,8 @@ def bits_per_dim(flow: Flow, inputs: Inputs, name: str, most: int) -> float:
 
 
 def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
-    """Condition numbers in float64, found from below by so many steps of Lanczos' method; Inf where the forward pass is not finite there, NaN
-    where float64 is not enough to linearise the flow.
+    """Condition numbers in float64, found from below by so many steps of Lanczos' method; Inf where the forward pass is not finite there,
+    NaN where float64 is not enough to linearise the flow.
     """
     subject = Subject.of(flow)
     finite = torch.isfinite(subject.twin(torch.float64).forward(x.double()).value.flatten(1)).all(1)

@@ -1,7 +1,7 @@
 """How a flow trained on CIFAR-10 reconstructs images of other kinds, and which of their likelihoods may be trusted.
 
-The runs are those of `cifar10_flow`, which measures all of this while it has the weights. Where that recipe has measured a run with the same
-configuration, in the folder beside this one, its numbers are taken and nothing is trained.
+The runs are those of `cifar10_flow`, which measures all of this while it has the weights. Where that recipe has measured a run with the
+same configuration, in the folder beside this one, its numbers are taken and nothing is trained.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Ood(Recipe):
         "paper": "seconds beside cifar10_flow, else what that costs",
     }
     matched = (
-        "Noise is uniform, standard normal or two-valued, clipped to ±0.49; an error is the L2 norm of an image's difference in [-1/2, 1/2]; test "
-        "images, up to 10,000 of each set.",
+        "Noise is uniform, standard normal or two-valued, clipped to ±0.49; an error is the L2 norm of an image's difference in "
+        "[-1/2, 1/2]; test images, up to 10,000 of each set.",
     )
     corrected = (
         "NaN is counted beside Inf, which alone the original counts, and so are reconstructions that are finite and visibly wrong: some "
@@ -87,18 +87,21 @@ class Ood(Recipe):
                         _said(said, run, which),
                         "; ".join(map(lost, there)),
                         all(holds) if None not in holds else None,
-                        key=True,
                     )
                 )
+            if run.kind != "affine" and good:
+                lines.append(Line(f"{name}: every set", "", "; ".join(map(_worst, good)), key=True))
         for (run, steps), several in runs_of(found).items():
             for which, title in list(SETS.items())[1:]:
                 there = [m.numbers["sets"][which] for m in several if which in m.numbers.get("sets", {})]
                 if there:
                     what = f"{run.title}, {steps:,} steps: {title}: likelihoods trusted; AUROC of all, of these"
-                    lines.append(Line(what, "", "; ".join(map(_trust, there)), key=True))
+                    lines.append(Line(what, "", "; ".join(map(_trust, there)), key=run.kind == "affine"))
         said_of = said["residual"]
         worst = max(row["error"] for row in said_of.values())
-        lines.append(Line("residual flow", f"0 % Inf on every set, error up to {short(worst)}", "missing: not a part yet"))
+        lines.append(
+            Line("residual flow", f"0 % Inf on every set, error up to {short(worst)}", "missing: not a part yet")
+        )
         return lines
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
@@ -124,6 +127,14 @@ def _agrees(run: Run, which: str, numbers: Mapping[str, Any]) -> bool | None:
         return None
     broken = numbers["share_non_finite"] > 0 or numbers["share_wrong"] > 0
     return broken if which in BROKEN else numbers["share_non_finite"] == 0
+
+
+def _worst(numbers: Mapping[str, Any]) -> str:
+    """The worst of the sets, each number by itself."""
+    sets = numbers["sets"].values()
+    non_finite, wrong = (max(found[what] for found in sets) for what in ("share_non_finite", "share_wrong"))
+    errors = [found["error"] for found in sets if not math.isnan(found["error"])]
+    return f"at most {percent(non_finite)} Inf/NaN, {percent(wrong)} wrong, error of the rest {short(max(errors, default=math.nan))}"
 
 
 def _part_of(numbers: Mapping[str, Any], which: str) -> str:

@@ -191,7 +191,7 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
 
 
 def taken(recipe: Recipe, part: str, config: Any, work: Work) -> Measured | None:
-    """The same run of another recipe, with the same configuration, from the folder beside the one that works here; `None` if there is none."""
+    """The same run of another recipe, with the same configuration, from the folder beside the one that works here; `None` without one."""
     here = work.folder.resolve()
     if len(here.parents) < 5 or here.parents[2].name != "pieces":
         return None

@@ -124,10 +124,13 @@ def _judged(run: Run, found: Mapping[str, torch.Tensor], batch: tuple[torch.Tens
     loss, step, model = float(found["loss"]), run.done + 1, run.task.model
     if not math.isfinite(loss) and run.fabric.world_size == 1:
         raise TrainingDiverged(
-            f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {run.left}.", step
+            f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {run.left}.",
+            step,
         )
     if run.settings.skip is not None and run.skipped_in_a_row > run.settings.skip:
-        broken = [name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        broken = [
+            name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
         where = f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
         raise TrainingDiverged(
             f"training diverged: {run.skipped_in_a_row} gradients in a row were not finite, the last one in step {step}, {where}; "
