@@ -357,3 +357,15 @@ def test_inputs_of_images_take_what_there_is():
     assert inputs.count("svhn", 100) == 7
     assert inputs.count("uniform", 100) == 100
     assert set(SOURCES) - {"samples"} < set(SETS)
+
+
+def test_pictures_are_of_the_pass_in_which_the_worst_was_seen():
+    class Odd(DiagonalScaling):
+        """Loses everything in large batches alone, as rounding may."""
+
+        def inverse(self, z, context=None):
+            back = super().inverse(z)
+            return back * math.nan if len(z) > 3 else back
+
+    flow = Flow(Odd(torch.ones(3, 2, 2)), shape=(3, 2, 2))
+    assert flow_probes.pictures(flow, torch.zeros(6, 3, 2, 2), 2)["broken"][:, 1].all()

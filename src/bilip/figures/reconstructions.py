@@ -40,7 +40,8 @@ def reconstructions(
         >>> figure.axes[0].get_title()
         'uniform'
     """
-    mosaics = {title: _mosaic(*pair, title) for title, pair in checks.named(groups, "groups").items()}
+    checks.named(groups, "groups")
+    mosaics = {title: _mosaic(images, broken, title) for title, (images, broken) in groups.items()}
     with style.house():
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

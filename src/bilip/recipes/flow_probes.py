@@ -297,11 +297,13 @@ def pictures(flow: Flow, x: Tensor, count: int) -> dict[str, np.ndarray]:
     Returns:
         `images`, bytes of shape (count, 2, height, width, 3), input and reconstruction, and `broken`, 1 where a pixel is not finite.
     """
-    trip = round_trip(flow, x)
+    back = flow.bijection.inverse(
+        flow.bijection(x)
+    )  # once: in a batch of another size rounding, and what is lost, may differ
+    trip = _trip(x, back, torch.zeros(len(x)))
     worst = int(torch.where(trip.finite, trip.l2, math.inf).argmax())
     chosen = list(dict.fromkeys([worst, *range(len(x))]))[:count]
-    x = x[chosen]
-    back = flow.bijection.inverse(flow.bijection(x))
+    x, back = x[chosen], back[chosen]
     both = torch.stack((x, back), 1).movedim(2, -1).cpu()
     broken = ~torch.isfinite(both).all(-1)
     levels = ((both.nan_to_num(0.0, 0.0, 0.0) + 0.5) * 256).floor().clamp(0, 255).to(torch.uint8)

@@ -22,15 +22,15 @@ LOG_DET = 1e-6  # nats per dimension between the log-determinant in float64 and 
 Numbers = Mapping[str, Any]
 
 
-def runs_of(found: Found) -> dict[tuple[Run, int], list[Measured]]:
-    """The runs there are, by what they are and their number of steps, in the order of the table; one entry for each seed."""
+def runs_of(found: Found, kinds: Sequence[str] = KINDS) -> dict[tuple[Run, int], list[Measured]]:
+    """The runs there are, by what they are and their number of steps, the longest first, then by kind; one entry for each seed."""
     several: dict[tuple[Run, int], list[Measured]] = {}
     for parts in found.values():
         for part, measured in parts.items():
             run = Run.of(part)
             key = (Run(run.kind, run.eps, run.mixing), int(measured.numbers["steps"]))
             several.setdefault(key, []).append(measured)
-    return dict(sorted(several.items(), key=lambda item: (-item[0][1], KINDS.index(item[0][0].kind), item[0][0].title)))
+    return dict(sorted(several.items(), key=lambda item: (-item[0][1], kinds.index(item[0][0].kind), item[0][0].title)))
 
 
 def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
@@ -144,7 +144,7 @@ def short(value: float) -> str:
 
 PANELS = {
     "non_finite": "share not finite",
-    "square": "squared pixel error, median",
+    "square": "squared pixel error",
     "condition": "condition number",
 }
 
@@ -159,7 +159,7 @@ def flow_figures(found: Found) -> Mapping[str, Figure]:
         return drawn
     likelihood = {
         "test bits/dimension": {run.title: [_pair(m, "test_bits") for m in ms] for run, ms in chosen.items()},
-        "training bits/dimension": {run.title: [_train(m) for m in ms] for run, ms in chosen.items()},
+        "training bits/dimension, augmented": {run.title: [_train(m) for m in ms] for run, ms in chosen.items()},
     }
     drawn["likelihood"] = figures.curves(likelihood, xlabel="step", linear=list(likelihood))
     for run, several in chosen.items():
@@ -171,11 +171,17 @@ def flow_figures(found: Found) -> Mapping[str, Figure]:
                 if not np.isnan(several[0].arrays[f"log_{source}_non_finite"]).all()
             }
             for what, title in PANELS.items()
+            if what != "non_finite" or any(_lost_some(m) for m in several)
         }
-        drawn[f"stability-{name}"] = figures.curves(panels, xlabel="step", linear=[PANELS["non_finite"]])
+        linear = [title for title in panels if title == PANELS["non_finite"]]
+        drawn[f"stability-{name}"] = figures.curves(panels, xlabel="step", linear=linear)
         if not several[0].numbers["diverged"]:
             drawn[f"reconstructions-{name}"] = reconstruction_figure(several[0], SOURCES)
     return drawn
+
+
+def _lost_some(measured: Measured) -> bool:
+    return any(np.nanmax(measured.arrays[f"log_{name}_non_finite"], initial=0) > 0 for name in SOURCES)
 
 
 def reconstruction_figure(measured: Measured, names: Mapping[str, str]) -> Figure:

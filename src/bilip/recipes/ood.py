@@ -70,7 +70,7 @@ class Ood(Recipe):
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["table"], []
-        for (run, steps), several in runs_of(found).items():
+        for (run, steps), several in runs_of(found, COLUMNS).items():
             good = [m.numbers for m in several if not m.numbers["diverged"]]
             name = f"{run.title}, {steps:,} steps"
             if len(good) < len(several):
@@ -91,11 +91,11 @@ class Ood(Recipe):
                 )
             if run.kind != "affine" and good:
                 lines.append(Line(f"{name}: every set", "", "; ".join(map(_worst, good)), key=True))
-        for (run, steps), several in runs_of(found).items():
+        for (run, steps), several in runs_of(found, COLUMNS).items():
             for which, title in list(SETS.items())[1:]:
                 there = [m.numbers["sets"][which] for m in several if which in m.numbers.get("sets", {})]
                 if there:
-                    what = f"{run.title}, {steps:,} steps: {title}: likelihoods trusted; AUROC of all, of these"
+                    what = f"{run.title}, {steps:,} steps: {title}: likelihoods trusted; AUROC of all, of trusted"
                     lines.append(Line(what, "", "; ".join(map(_trust, there)), key=run.kind == "affine"))
         said_of = said["residual"]
         worst = max(row["error"] for row in said_of.values())
@@ -147,7 +147,8 @@ def _part_of(numbers: Mapping[str, Any], which: str) -> str:
 def _trust(numbers: Mapping[str, Any]) -> str:
     of_trusted = numbers["auroc_trusted"]
     rest = f"{of_trusted:.3f}" if not math.isnan(of_trusted) else "none left"
-    return f"{percent(numbers['share_trusted'])}; {numbers['auroc']:.3f}, {rest}"
+    wrong = f" (log p wrong for {percent(numbers['share_log_prob_wrong'])})" if numbers["share_log_prob_wrong"] else ""
+    return f"{percent(numbers['share_trusted'])}{wrong}; {numbers['auroc']:.3f}, {rest}"
 
 
 RECIPE = Ood()
