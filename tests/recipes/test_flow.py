@@ -302,6 +302,22 @@ def test_condition_numbers_of_some_that_can_be_had():
     assert math.isinf(found[1])
 
 
+def test_one_image_without_a_linear_inverse_does_not_cost_the_others_theirs():
+    class Folded(DiagonalScaling):
+        """Its inverse is none where numbers are negative."""
+
+        def inverse(self, z, context=None):
+            return torch.where(z < 0, 3 * z, super().inverse(z))
+
+    wide = 1100  # smaller Jacobians would be inverted themselves
+    flow = Flow(Folded(torch.linspace(1, 4, wide)), shape=(wide,))
+    x = torch.stack((torch.full((wide,), 0.3), torch.full((wide,), -0.3), torch.full((wide,), 0.2)))
+    found = flow_probes.conditions(flow, x, steps=30)
+    assert found[0] == pytest.approx(4, rel=0.05)
+    assert found[2] == pytest.approx(4, rel=0.05)
+    assert math.isnan(found[1])
+
+
 def test_likelihoods_are_held_against_float64():
     flow = flow_of([[1.0, 1.0]])
     x = torch.tensor([[0.1, 0.2], [2.0, 3.0], [0.3, 0.3]])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bilip import Flow, _linalg
+from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.reference import Reference, tolerance
 from bilip.auditing.round_trip import norms
@@ -232,14 +233,25 @@ def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
     subject = Subject.of(flow)
     finite = torch.isfinite(subject.twin(torch.float64).forward(x.double()).value.flatten(1)).all(1)
     found = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
-    try:
-        if bool(finite.any()):
-            found[finite] = condition_numbers(subject, x[finite], steps=steps)
-    except NotMeasured:
-        if len(x) > 1:  # one of them may be to blame
-            return [value for k in range(len(x)) for value in conditions(flow, x[k : k + 1], steps=steps)]
-        return [math.nan]
+    chosen = finite.nonzero().flatten()
+    if len(chosen) and not _can_be_solved(
+        subject, x[chosen]
+    ):  # one is enough to spoil the others: find it before the costly part
+        good = [k for k in chosen.tolist() if _can_be_solved(subject, x[k : k + 1])]
+        found[finite], chosen = math.nan, torch.tensor(good, dtype=torch.long, device=x.device)
+    if len(chosen):
+        found[chosen] = condition_numbers(subject, x[chosen], steps=steps)
     return found.tolist()
+
+
+def _can_be_solved(subject: Subject, x: Tensor) -> bool:
+    """Whether float64 is enough for products with the inverse of the Jacobian at these points."""
+    try:
+        at = Linearized(subject, x)
+        at.solve(torch.ones(at.count, at.size, dtype=torch.float64, device=x.device))
+    except NotMeasured:
+        return False
+    return True
 
 
 def log_det_errors(flow: Flow, x: Tensor) -> dict[str, list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,17 +45,16 @@ class Step:
         """Train on a batch; its losses."""
         self.optimizer.zero_grad()
         found = self.gradients(step, batch)
-        grads = [p.grad for p in self.objective.parameters() if p.grad is not None]
-        self.look(found, grads)
+        self.look(found, (p.grad for p in self.objective.parameters()))
         if not self.is_skipped(found):
             self.update()
         return found
 
-    def look(self, found: dict[str, Tensor], grads: Sequence[Tensor]) -> None:
+    def look(self, found: dict[str, Tensor], grads: Iterable[Tensor | None]) -> None:
         """Where gradients are looked at, note `skipped`: 1 where the loss or one of them is not finite, else 0."""
         if self.settings.skip is None:
             return
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
         sizes = torch.stack([found["loss"].detach().float(), *(size.float() for size in torch._foreach_norm(dense, 1))])
         found["skipped"] = (~torch.isfinite(sizes).all()).to(torch.float32)
 
@@ -168,7 +167,7 @@ class CapturedStep:
             if parameter.grad is None:
                 static.zero_()
             parameter.grad = static
-        self.step.look(found, list(self.grads.values()))
+        self.step.look(found, self.grads.values())
         return found
 
     def _capture(self, key: object, step: int, batch: Batch) -> bool:
