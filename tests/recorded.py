@@ -156,6 +156,8 @@ def play_graphs_on_the_cpu(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", lambda *name: None)
+    adamax = sys.modules["torch.optim.adamax"]  # torch.optim hides the module behind the class
+    monkeypatch.setattr(adamax, "_get_capturable_supported_devices", lambda **options: ["cpu"])
     from bilip._capture import capturing
     from bilip.training.settings import Settings
 

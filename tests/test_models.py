@@ -68,6 +68,24 @@ def test_multi_scale_latent_is_flat_and_complete():
     assert plain(x).shape == (2, 192, 2, 2)
 
 
+def test_the_learned_prior_can_be_bounded():
+    from bilip.blocks.scale import EXP, TanhExpScale
+
+    def prior(**options):
+        chain = models.glow((3, 8, 8), levels=2, blocks=1, hidden=4, factor_out=True, **options)
+        return [block for block in chain if hasattr(block, "scale")][-1].scale, chain
+
+    assert prior()[0] == EXP
+    scale, chain = prior(prior_scale=TanhExpScale(clamp=3.0))
+    assert scale == TanhExpScale(clamp=3.0)
+    x = torch.randn(4, 3, 8, 8)
+    z, log_det = chain.forward_and_log_det(x)
+    assert torch.allclose(chain.inverse(z), x, atol=1e-4)
+    assert log_det.shape == (4,)
+    again = models._config.build(chain.config, tensors=100, numbers=10**6)
+    assert [block.scale for block in again if hasattr(block, "scale")][-1] == scale
+
+
 def test_odd_channels():
     trunk = models.glow((1, 6, 6), levels=1, blocks=1, hidden=4)
     assert trunk(torch.randn(2, 1, 6, 6)).shape == (2, 4, 3, 3)

@@ -6,6 +6,7 @@ __all__ = [
     "BilipError",
     "CheckpointError",
     "ContractViolation",
+    "DataNotFound",
     "DriftError",
     "InputError",
     "MissingExtra",
@@ -30,6 +31,10 @@ class BilipError(Exception):
 
 class InputError(BilipError, ValueError):
     """A tensor or an argument of the wrong type, shape, dtype, device or value."""
+
+
+class DataNotFound(InputError):
+    """A data set that is not where it was looked for; the message says where that was, and how to get it."""
 
 
 class PartitionError(BilipError, ValueError):

@@ -436,6 +436,30 @@ def test_the_same_figure_gives_the_same_bytes(figure, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png", "c.png"]
 
 
+def test_broken_pixels_are_cyan_and_rows_are_named():
+    images = np.full((2, 2, 16, 16, 3), 100, np.uint8)
+    broken = np.zeros((2, 2, 16, 16), np.uint8)
+    broken[1, 1, 3, 4] = 1
+    groups = {f"set {k}": (images, broken) for k in range(5)}
+    figure = figures.reconstructions(groups, notes={"set 0": "half of it"})
+    assert len(figure.axes) == 5
+    mosaic = figure.axes[0].images[0].get_array()
+    assert mosaic.shape == (33, 33, 3)
+    assert mosaic[17 + 3, 17 + 4].tolist() == [0, 255, 255]
+    assert (mosaic == [0, 255, 255]).all(-1).sum() == 1
+    assert mosaic[16, 0].tolist() == [255, 255, 255]  # the gap
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["input", "reconstr."]
+    assert len(figure.legends) == 1
+    whole = figures.reconstructions({"set": (images, 0 * broken)})
+    assert not whole.legends
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 8, 8), (2, 3, 8, 8, 3), (2, 2, 8, 8, 1)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(InputError, match="expected \\(count, 2, height, width, 3\\)"):
+        figures.reconstructions({"set": (np.zeros(shape, np.uint8), np.zeros((2, 2, 8, 8), np.uint8))})
+
+
 @pytest.mark.parametrize("step", ["write_bytes", "replace"])
 def test_a_failed_write_leaves_the_old_file(figure, tmp_path, monkeypatch, step):
     target = tmp_path / "a.png"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, load_images
-from bilip.errors import InputError, MissingExtra
+from bilip.errors import DataNotFound, InputError, MissingExtra
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
 
@@ -149,7 +149,8 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
         folder: By default the variable `BILIP_DATA`, else `.data`.
 
     Raises:
-        InputError: It is not there, not whole, or something else; the message says what was looked for, and how to get it.
+        DataNotFound: It is not there; the message says what was looked for, and how to get it.
+        InputError: It is not whole, or something else.
 
     Example:
         >>> import tempfile
@@ -164,7 +165,7 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
         raise InputError(f"{name} has no split {split!r}: expected {' or '.join(map(repr, about.counts))}.")
     found = _read(about, split, root, pictures=(root / name / split, root / name))
     if found is None:
-        raise InputError(
+        raise DataNotFound(
             f"no {split} images of {name} in {root / name} or {root}: looked for {', '.join(_names(about, split))}. Get "
             f"{about.how}; then run: bilip data {name} --from FOLDER. (Another place for all data: --data or BILIP_DATA.)"
         )

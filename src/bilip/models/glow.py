@@ -16,7 +16,7 @@ from bilip.blocks import (
     Split,
     Squeeze,
 )
-from bilip.blocks.scale import EXP, Scale, scale_from
+from bilip.blocks.scale import Scale, scale_from
 from bilip.errors import InputError
 from bilip.models._config import remembers
 from bilip.models.real_nvp import check_choices
@@ -38,6 +38,7 @@ def glow(
     matrix: str = "full",
     factor_out: bool = False,
     learned_prior: bool = True,
+    prior_scale: Scale | str = "exp",
     actnorm: str | None = "data",
     activation: str = "relu",
     context: int = 0,
@@ -57,6 +58,7 @@ def glow(
         factor_out: Let half of the channels leave after each level but the last; the latent is then one flat tensor.
         learned_prior: With `factor_out`: predict mean and scale of the channels that leave from those that stay, an
             affine coupling; an additive model with it has no global bound.
+        prior_scale: Scale function of that prediction: with `"exp"` it is unbounded, with `"tanh_exp"` within $(e^{-2}, e^{2})$.
         actnorm: `"data"`, `"identity"`, or `None` for no ActNorm.
         activation: Activation of the nets.
         context: Channels of a context image at the resolution of the level; only for a single level.
@@ -81,7 +83,7 @@ def glow(
         raise InputError(
             f"glow(shape={shape}, levels={levels}): expected (C, H, W) with H and W divisible by {2 ** min(levels, 62)}."
         )
-    scale = scale_from(scale)
+    scale, prior_scale = scale_from(scale), scale_from(prior_scale)
 
     def level(channels: int) -> list[Bijection]:
         chain: list[Bijection] = []
@@ -109,7 +111,7 @@ def glow(
         kept = (c + 1) // 2
         if learned_prior:
             prior = ConvNet(kept, 2 * (c - kept), hidden=hidden, activation=activation, lipschitz=lipschitz)
-            chain.append(AffineCoupling(prior, scale=EXP, partition=Split(size=kept)))
+            chain.append(AffineCoupling(prior, scale=prior_scale, partition=Split(size=kept)))
         inner_shape = (kept, h, w)
         inner = Chain(*from_level(k + 1, inner_shape), shape=inner_shape)
         return [*chain, FactorOut(inner, (c, h, w), keep=kept)]

@@ -24,6 +24,8 @@ MODULES = {
     "cifar10_classifier": "bilip.recipes.cifar10_classifier",
     "regularizer_timing": "bilip.recipes.regularizer_timing",
     "gradient_angles": "bilip.recipes.gradient_angles",
+    "cifar10_flow": "bilip.recipes.cifar10_flow",
+    "ood": "bilip.recipes.ood",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 

@@ -15,9 +15,8 @@ import numpy as np
 from bilip import figures
 from bilip.recipes import cifar10_classifier
 from bilip.recipes.cifar10_classifier import Config
-from bilip.recipes.piece import kept
+from bilip.recipes.piece import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
-from bilip.record import to_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,25 +62,13 @@ class GradientAngles(Recipe):
         return cifar10_classifier.RECIPE.defining(config)
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
-        m = self.taken(part, config, work) or cifar10_classifier.RECIPE.run(part, config, work)
+        m = taken(cifar10_classifier.RECIPE, part, config, work) or cifar10_classifier.RECIPE.run(part, config, work)
         if not work.main:
             return Measured({})
         return Measured(
             {name: m.numbers.get(name) for name in NUMBERS},
             {name: m.arrays[name] for name in CURVES if name in m.arrays},
         )
-
-    def taken(self, part: str, config: Config, work: Work) -> Measured | None:
-        """The same run of `cifar10_classifier`, from the folder beside this recipe's."""
-        here = work.folder.resolve()
-        if len(here.parents) < 5 or here.parents[2].name != "pieces":
-            return None
-        there, size = here.parents[4] / cifar10_classifier.RECIPE.name / "parts", here.parents[1].name
-        if not list(there.glob(f"{size}-seed{work.seed}-{part}.json")):
-            return None
-        found, about = kept(there, size, cifar10_classifier.RECIPE)
-        then, now = to_plain(about[work.seed][part]["config"]), to_plain(self.defining(config))
-        return found[work.seed][part] if all(now.get(key) == value for key, value in then.items()) else None
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["in_short"], []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +21,10 @@ from bilip.recipes.recipe import Measured, Recipe, Work
 from bilip.record import environment, read_json, to_plain, write_json
 from bilip.record.files import open_regular
 
-__all__ = ["SCHEMA", "Piece", "device_name", "do", "is_measured", "keep", "kept", "load", "loaded", "today"]
+__all__ = ["SCHEMA", "Piece", "device_name", "do", "is_measured", "keep", "kept", "load", "loaded", "taken", "today"]
 
 SCHEMA = 1
+MOST = 2**28  # bytes of one array in a part's file
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,25 @@ def keep(folder: Path, path: Path) -> None:
     facts, arrays = read_json(folder / "measured.json"), load(folder).arrays
     path.parent.mkdir(parents=True, exist_ok=True)
     part = {"part": folder.name, "seed": int(folder.parent.name.removeprefix("seed"))}
-    write_json(path, facts | part | {"arrays": {name: value.tolist() for name, value in arrays.items()}})
+    write_json(path, facts | part | {"arrays": {name: _written(value) for name, value in arrays.items()}})
+
+
+def _written(value: np.ndarray) -> Any:
+    """An array for a JSON file: numbers in lists, and bytes, as of pictures, compressed in one string."""
+    if value.dtype != np.uint8:
+        return value.tolist()
+    packed = zlib.compress(value.tobytes(), 9)
+    return {"shape": list(value.shape), "bytes": base64.b64encode(packed).decode()}
+
+
+def _read(value: Any) -> np.ndarray:
+    if not isinstance(value, dict):
+        return np.array(value, dtype=np.float64)
+    shape, size = tuple(map(int, value["shape"])), math.prod(map(int, value["shape"]))
+    if min(shape, default=0) < 0 or size > MOST:
+        raise ValueError(f"an array of shape {shape}")
+    raw = zlib.decompressobj().decompress(base64.b64decode(value["bytes"], validate=True), size + 1)
+    return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
 def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, Measured]], About]:
@@ -153,19 +175,32 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
                 raise CheckpointError(
                     f"{path} is of recipe {facts['recipe']!r}, schema {facts['schema']!r}; expected {recipe.name!r}, {SCHEMA}."
                 )
-            arrays = {name: np.array(value, dtype=np.float64) for name, value in facts["arrays"].items()}
+            arrays = {name: _read(value) for name, value in facts["arrays"].items()}
             seed, part = int(facts["seed"]), str(facts["part"])
             found.setdefault(seed, {})[part] = Measured(facts["numbers"], arrays)
             about.setdefault(seed, {})[part] = {
                 key: facts[key] for key in ("config", "date", "device", "environment", "seconds")
             }
-        except (RecordError, KeyError, TypeError, ValueError) as error:
+        except (RecordError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise CheckpointError(
                 f"{path} is not a part that a recipe wrote ({type(error).__name__}: {error}). Copy it again, or delete it."
             ) from error
     if not found:
         raise InputError(f"{folder} holds no part of size {size} that was measured.")
     return dict(sorted(found.items())), dict(sorted(about.items()))
+
+
+def taken(recipe: Recipe, part: str, config: Any, work: Work) -> Measured | None:
+    """The same run of another recipe, with the same configuration, from the folder beside the one that works here; `None` without one."""
+    here = work.folder.resolve()
+    if len(here.parents) < 5 or here.parents[2].name != "pieces":
+        return None
+    there, size = here.parents[4] / recipe.name / "parts", here.parents[1].name
+    if not (there / f"{size}-seed{work.seed}-{part}.json").exists():
+        return None
+    found, about = kept(there, size, recipe)
+    then, now = to_plain(about[work.seed][part]["config"]), to_plain(recipe.defining(config))
+    return found[work.seed][part] if all(now.get(key) == value for key, value in then.items()) else None
 
 
 def device_name(device: str) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bilip.auditing.probes.blame import kind_of
+from bilip.blocks import Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError, Stopped, TrainingDiverged
 from bilip.training.interrupt import Interrupts
@@ -93,7 +95,11 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         step, run.between_steps = run.done, False
         run.set_rate(settings.rate(step))
         run.reseed(step)
-        for name, value in run.step(step, run.batch(step)).items():
+        batch = run.batch(step)
+        found = run.step(step, batch)
+        if settings.skip is not None:
+            _judged(run, found, batch)
+        for name, value in found.items():
             run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
         run.done, run.summed = step + 1, run.summed + 1
         if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
@@ -108,6 +114,44 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         progress(run.done, settings.steps, latest)
         interrupts.check(*_shared_clock(run))
     run.fabric.barrier()
+
+
+def _judged(run: Run, found: Mapping[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> None:
+    """Count steps that were skipped; end where the loss is not finite, or too many were skipped one after the other."""
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if bool(found["skipped"]) else 0
+    if not run.skipped_in_a_row:
+        return
+    loss, step, model = float(found["loss"]), run.done + 1, run.task.model
+    if not math.isfinite(loss) and run.fabric.world_size == 1:
+        raise TrainingDiverged(
+            f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {run.left}.",
+            step,
+        )
+    if run.settings.skip is not None and run.skipped_in_a_row > run.settings.skip:
+        broken = [
+            name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        where = f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
+        raise TrainingDiverged(
+            f"training diverged: {run.skipped_in_a_row} gradients in a row were not finite, the last one in step {step}, {where}; "
+            f"{run.left}.",
+            step,
+        )
+
+
+@torch.no_grad()
+def first_non_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
+    """In words, the first block of a flow, or of a model with a trunk, that leaves numbers that are not finite."""
+    bijection = getattr(model, "bijection", getattr(model, "trunk", model))
+    if not isinstance(bijection, Bijection):
+        return f"the model, a {type(model).__name__}, has no blocks to look into"
+    state = x
+    for name, part in bijection.parts():
+        state, log_det = part.forward_and_log_det(state)
+        for what, values in (("output", state), ("log-determinant", log_det)):
+            if not bool(values.isfinite().all()):
+                return f"the first {what} that is not finite is that of block {name} ({kind_of(part)})"
+    return "every block is finite: the sum over dimensions is not"
 
 
 def _shared_clock(run: Run) -> tuple[float, ...]:

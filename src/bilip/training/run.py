@@ -79,7 +79,7 @@ class Run:
         self.main: bool = fabric.is_global_zero
         self.done, self.best_step, self.best_loss = 0, 0, math.inf
         self.sums: dict[str, Tensor] = {}  # of the losses since the last logged row
-        self.summed, self.between_steps = 0, True
+        self.summed, self.skipped_in_a_row, self.between_steps = 0, 0, True
         self._open()
         tensors, facts = read_state(self.last) if self.last.exists() else ({}, {})
         if facts:
@@ -313,12 +313,21 @@ class Run:
 
 
 def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> torch.optim.Optimizer:
-    """Adam, fused, or AdamW where weights decay."""
+    """Adam, fused, or AdamW where weights decay; or Adamax."""
     parameters = [p for p in objective.parameters() if p.requires_grad]
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train.")
     kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
     lr = torch.tensor(settings.lr, dtype=torch.float32, device=parameters[0].device) if captured else settings.lr
+    if settings.optimizer == "adamax":
+        return torch.optim.Adamax(
+            parameters,
+            lr=lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            foreach=True,
+            capturable=captured,
+        )
     return kind(
         parameters,
         lr=lr,

@@ -11,6 +11,11 @@ __all__ = ["Settings"]
 
 # What may differ between a run and its continuation: where it runs, and how often it is saved and logged.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+LATER = {
+    "evaluate_at": [],
+    "optimizer": "adam",
+    "skip": None,
+}  # settings that earlier versions did not have, and what they did
 FREE = ("log_every", "save_every", "device", "devices", "nodes", "capture")
 
 
@@ -20,13 +25,16 @@ class Settings:
 
     Args:
         steps: Steps in all.
-        lr: Learning rate of Adam.
+        optimizer: `"adam"` or `"adamax"`.
+        lr: Its learning rate.
         betas: Its two decay rates.
         warmup: Steps over which the rate grows linearly from `lr / warmup`.
         milestones: Steps at which the rate is multiplied by `decay`.
         decay: That factor.
-        weight_decay: Of Adam, decoupled (AdamW) where it is not 0.
+        weight_decay: Of Adam, decoupled (AdamW) where it is not 0; of Adamax, added to the gradient.
         clip: Largest norm of a gradient; `None` for no clipping.
+        skip: Look at every gradient. A step whose gradient is not finite then changes nothing, and is counted in the column `skipped` of
+            the log; after so many of them in a row training ends, with the step and where it began. `None` looks at losses alone.
         ema: Decay of an exponential moving average of the weights, which is then what is evaluated; `None` for none.
         accumulate: Parts into which a batch is cut, one after the other, to save memory; the step stays the same.
         seed: Every random number is a function of it, the step and a purpose.
@@ -47,6 +55,7 @@ class Settings:
     """
 
     steps: int
+    optimizer: str = "adam"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: int = 0
@@ -54,6 +63,7 @@ class Settings:
     decay: float = 0.1
     weight_decay: float = 0.0
     clip: float | None = None
+    skip: int | None = None
     ema: float | None = None
     accumulate: int = 1
     seed: int = 0
@@ -78,6 +88,9 @@ class Settings:
             "weight_decay", self.weight_decay == 0 or _number(self.weight_decay, above=0.0), "a number, 0 or more"
         )
         self._require("clip", self.clip is None or _number(self.clip, above=0.0), "a positive number or None")
+        self._require("optimizer", self.optimizer in ("adam", "adamax"), "'adam' or 'adamax'")
+        good = self.skip is None or (_whole(self.skip, 0) and self.precision != "16-mixed")
+        self._require("skip", good, "a whole number, 0 or more, or None; with 16-mixed None: it skips steps by itself")
         self._require(
             "ema",
             self.ema is None or (_number(self.ema, above=0.0) and self.ema < 1),
@@ -128,9 +141,7 @@ class Settings:
         """The first of the defining settings that another run had otherwise; empty if there is none."""
         mine = self.defining()
         for name in (field.name for field in fields(self) if field.name in mine):
-            if (
-                name == "evaluate_at" and not mine[name] and name not in other
-            ):  # a run from before there was such a setting
+            if name not in other and mine[name] == LATER.get(name):  # a run from before there was such a setting
                 continue
             if mine[name] != other.get(name):
                 return f"{name}={other.get(name)!r} there, {name}={mine[name]!r} now"

@@ -189,7 +189,7 @@ def restore_optimizer(
                 require_kind(value, parameters[k] if name != "step" else torch.zeros(()), f"{prefix}{name}")
             elif not isinstance(value, (int, float, NoneType)):
                 raise CheckpointError(f"the state of the optimizer holds {prefix}{name} = {value!r:.40}.")
-        if not {"exp_avg", "exp_avg_sq", "step"} <= set(state[k]):
+        if not {"exp_avg", "step"} <= set(state[k]) or not {"exp_avg_sq", "exp_inf"} & set(state[k]):  # Adam, Adamax
             raise CheckpointError(f"the state of the optimizer lacks the moments of parameter {k}.")
     lost = [name for name in tensors if name.startswith("optimizer.") and name.split(".")[1] not in map(str, state)]
     if lost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,22 @@ class Step:
         """Train on a batch; its losses."""
         self.optimizer.zero_grad()
         found = self.gradients(step, batch)
-        self.update()
+        self.look(found, (p.grad for p in self.objective.parameters()))
+        if not self.is_skipped(found):
+            self.update()
         return found
+
+    def look(self, found: dict[str, Tensor], grads: Iterable[Tensor | None]) -> None:
+        """Where gradients are looked at, note `skipped`: 1 where the loss or one of them is not finite, else 0."""
+        if self.settings.skip is None:
+            return
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
+        sizes = torch.stack([found["loss"].detach().float(), *(size.float() for size in torch._foreach_norm(dense, 1))])
+        found["skipped"] = (~torch.isfinite(sizes).all()).to(torch.float32)
+
+    def is_skipped(self, found: Mapping[str, Tensor]) -> bool:
+        """Whether a step changes nothing; read from the device where gradients are looked at."""
+        return self.settings.skip is not None and bool(found["skipped"])
 
     def gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
         """Add the gradients of a batch, in as many parts as are to be accumulated."""
@@ -126,7 +140,8 @@ class CapturedStep:
             found = self._gradients(step, batch)
         else:
             recorded.count()
-        recorded.finish.replay()
+        if not self.step.is_skipped(found):
+            recorded.finish.replay()
         return found
 
     def _eagerly(self, step: int, batch: Batch) -> dict[str, Tensor]:
@@ -134,7 +149,8 @@ class CapturedStep:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             found = self._gradients(step, batch)
-            self.step.update()
+            if not self.step.is_skipped(found):
+                self.step.update()
         torch.cuda.current_stream().wait_stream(self.side)
         return found
 
@@ -151,6 +167,7 @@ class CapturedStep:
             if parameter.grad is None:
                 static.zero_()
             parameter.grad = static
+        self.step.look(found, self.grads.values())
         return found
 
     def _capture(self, key: object, step: int, batch: Batch) -> bool:

@@ -1,0 +1,335 @@
+"""What is measured of an image flow: how images come back, what samples are worth, condition numbers, and which likelihoods hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilip import Flow, _linalg
+from bilip.auditing.probes.linear import Linearized
+from bilip.auditing.probes.precision import condition_numbers
+from bilip.auditing.reference import Reference, tolerance
+from bilip.auditing.round_trip import norms
+from bilip.data import Images, dequantize, seed_of
+from bilip.errors import NotMeasured
+from bilip.probes import Subject, jacobian
+
+__all__ = [
+    "CONSISTENT",
+    "NOISE",
+    "VISIBLE",
+    "Inputs",
+    "Trip",
+    "auroc",
+    "bits_per_dim",
+    "conditions",
+    "log_det_errors",
+    "pictures",
+    "round_trip",
+    "sampled",
+    "summary",
+    "trusted",
+]
+
+CHUNK = 500
+NOISE = ("uniform", "gaussian", "rademacher")
+VISIBLE = 4 / 256  # the largest error of a pixel that nobody sees: four of 256 grey levels
+CONSISTENT = 0.01  # bits per dimension by which a sample's likelihood may change when it is encoded again
+PART = 1e-3  # of d + |log p|: how far a likelihood may be from its float64 reference
+
+
+class Inputs:
+    """Images and noise by name, in [-1/2, 1/2], the same on every call and device.
+
+    Images are dequantized. Noise is as in the original code: uniform, standard normal or ±1/2, clipped to ±0.49.
+
+    Args:
+        images: Image sets by name, as bytes.
+        shape: Of one image.
+        bits: Of the dequantization.
+        seed: Of noise and dequantization.
+        device: Where inputs go.
+
+    Example:
+        >>> inputs = Inputs({}, (3, 4, 4), bits=8, seed=0, device="cpu")
+        >>> inputs.first("rademacher", 2).abs().unique()
+        tensor([0.4900])
+    """
+
+    def __init__(
+        self, images: Mapping[str, Images], shape: Sequence[int], *, bits: int, seed: int, device: str
+    ) -> None:
+        self.images, self.shape, self.bits, self.seed, self.device = images, tuple(shape), bits, seed, device
+
+    def count(self, name: str, most: int) -> int:
+        """How many there are, at most so many."""
+        return most if name in NOISE else min(most, len(self.images[name]))
+
+    def chunks(self, name: str, most: int) -> Iterator[Tensor]:
+        """The first so many, some hundred at a time."""
+        count = self.count(name, most)
+        for start in range(0, count, CHUNK):
+            yield self._chunk(name, start)[: count - start].to(self.device)
+
+    def first(self, name: str, most: int) -> Tensor:
+        """The first so many, at once."""
+        return torch.cat(list(self.chunks(name, most)))
+
+    def _chunk(self, name: str, start: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, start, name))
+        size = (CHUNK, *self.shape)
+        if name == "uniform":
+            x = torch.rand(size, generator=generator) - 0.5
+        elif name == "gaussian":
+            x = torch.randn(size, generator=generator)
+        elif name == "rademacher":
+            x = torch.randint(2, size, generator=generator) - 0.5
+        else:
+            levels = self.images[name].x[start : start + CHUNK]
+            return dequantize(levels >> (8 - self.bits), self.bits, generator) - 0.5
+        return x.clamp(-0.49, 0.49)
+
+
+@dataclass(frozen=True)
+class Trip:
+    """How images come back from a flow, one entry for each.
+
+    Attributes:
+        nan: Whether the reconstruction holds NaN.
+        inf: Whether it holds Inf, and no NaN.
+        wrong: Whether it is finite, and visibly off: by more than `VISIBLE` in a pixel, both cut to [-1/2, 1/2].
+        l2: Norm of its error, float64; not finite where it is not.
+        square: Mean squared error of a pixel, likewise.
+        log_prob: As the flow computes it, float64.
+    """
+
+    nan: Tensor
+    inf: Tensor
+    wrong: Tensor
+    l2: Tensor
+    square: Tensor
+    log_prob: Tensor
+
+    @property
+    def finite(self) -> Tensor:
+        return ~(self.nan | self.inf)
+
+    @property
+    def back(self) -> Tensor:
+        """Which images came back."""
+        return self.finite & ~self.wrong
+
+    @classmethod
+    def cat(cls, trips: Sequence[Trip]) -> Trip:
+        return cls(*(torch.cat([getattr(trip, field.name) for trip in trips]) for field in fields(cls)))
+
+    def first(self, count: int) -> Trip:
+        return Trip(*(getattr(self, field.name)[:count] for field in fields(self)))
+
+
+@torch.no_grad()
+def round_trip(flow: Flow, x: Tensor) -> Trip:
+    """Encode and decode."""
+    z, log_det = flow.bijection.forward_and_log_det(x)
+    log_prob = flow.base_log_prob(z).double() + log_det.double()
+    return _trip(x, flow.bijection.inverse(z), log_prob)
+
+
+def _trip(x: Tensor, back: Tensor, log_prob: Tensor) -> Trip:
+    difference = (back.double() - x.double()).flatten(1)
+    nan = torch.isnan(difference).any(1)
+    inf = ~torch.isfinite(difference).all(1) & ~nan
+    seen = (back.clamp(-0.5, 0.5) - x.clamp(-0.5, 0.5)).flatten(1).abs().amax(1)
+    found = (nan, inf, ~(nan | inf) & ~(seen <= VISIBLE), norms(difference), difference.square().mean(1), log_prob)
+    return Trip(*(value.cpu() for value in found))
+
+
+def summary(trip: Trip) -> dict[str, float]:
+    """Shares and errors.
+
+    Returns:
+        `count`; `share_nan`, `share_inf`, `share_wrong` (finite, and visibly off), which exclude each other; `share_non_finite`, the
+        first two; `error`, the mean L2 norm of an image's error over those that come back; `error_finite`, over all that are finite, as
+        the paper has it; `error_worst`, the largest finite one; NaN where there is none. `square` is the median over the images of the
+        mean squared error of a pixel, Inf once half of them are not finite.
+    """
+    finite = trip.finite
+    return {
+        "count": len(finite),
+        "share_nan": _share(trip.nan),
+        "share_inf": _share(trip.inf),
+        "share_wrong": _share(trip.wrong),
+        "share_non_finite": _share(~finite),
+        "error": _mean(trip.l2[trip.back]),
+        "error_finite": _mean(trip.l2[finite]),
+        "error_worst": float(trip.l2[finite].max()) if bool(finite.any()) else math.nan,
+        "square": float(torch.where(finite, trip.square, math.inf).median()),
+    }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Samples of a flow.
+
+    Attributes:
+        trip: How they come back; NaN or Inf where the sample itself is not finite.
+        drawn: Bits per dimension of each as it is drawn, log p of its latent and the log-determinant of the inverse.
+        again: Bits per dimension when it is encoded again.
+    """
+
+    trip: Trip
+    drawn: Tensor
+    again: Tensor
+
+    def numbers(self) -> dict[str, float]:
+        """`reliable` is the share of samples that are finite and whose bits per dimension change by at most `CONSISTENT`; `visible` that of
+        those that come back visibly off, or not finite. Medians in bits per dimension, over the finite ones.
+        """
+        apart = (self.drawn - self.again).abs()
+        reliable = self.trip.finite & (apart <= CONSISTENT)
+        return summary(self.trip) | {
+            "reliable": _share(reliable),
+            "visible": _share(~self.trip.back),
+            "bits_drawn": _median(self.drawn),
+            "bits_again": _median(self.again),
+            "bits_apart": _median(apart),
+        }
+
+
+@torch.no_grad()
+def sampled(flow: Flow, count: int, *, bits: int, seed: int) -> tuple[Sampled, Tensor]:
+    """Draw samples, encode them again, and decode that; and the first samples themselves."""
+    trips, drawn, again, kept = [], [], [], []
+    device = next(flow.parameters()).device
+    for start in range(0, count, CHUNK):
+        generator = torch.Generator().manual_seed(seed_of(seed, start, "samples"))
+        z = torch.randn(CHUNK, *(flow.latent_shape or ()), generator=generator)[: count - start].to(device)
+        x, log_det = flow.bijection.inverse_and_log_det(z)
+        trip = round_trip(flow, x)
+        size = math.log(2) * math.prod(x.shape[1:])
+        drawn.append((bits - (flow.base_log_prob(z).double() - log_det.double()) / size).cpu())
+        again.append(bits - trip.log_prob / size)
+        trips.append(trip)
+        kept.append(x if not kept else x[:0])
+    return Sampled(Trip.cat(trips), torch.cat(drawn), torch.cat(again)), torch.cat(kept)
+
+
+@torch.no_grad()
+def bits_per_dim(flow: Flow, inputs: Inputs, name: str, most: int) -> float:
+    """The mean over some images; NaN or Inf if one is."""
+    found = [flow.bits_per_dim(x, bits=inputs.bits).double().sum() for x in inputs.chunks(name, most)]
+    return float(sum(found)) / inputs.count(name, most)
+
+
+def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
+    """Condition numbers in float64, found from below by so many steps of Lanczos' method; Inf where the forward pass is not finite there,
+    NaN where float64 is not enough to linearise the flow.
+    """
+    subject = Subject.of(flow)
+    finite = torch.isfinite(subject.twin(torch.float64).forward(x.double()).value.flatten(1)).all(1)
+    found = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
+    chosen = finite.nonzero().flatten()
+    if len(chosen) and not _can_be_solved(
+        subject, x[chosen]
+    ):  # one is enough to spoil the others: find it before the costly part
+        good = [k for k in chosen.tolist() if _can_be_solved(subject, x[k : k + 1])]
+        found[finite], chosen = math.nan, torch.tensor(good, dtype=torch.long, device=x.device)
+    if len(chosen):
+        found[chosen] = condition_numbers(subject, x[chosen], steps=steps)
+    return found.tolist()
+
+
+def _can_be_solved(subject: Subject, x: Tensor) -> bool:
+    """Whether float64 is enough for products with the inverse of the Jacobian at these points."""
+    try:
+        at = Linearized(subject, x)
+        at.solve(torch.ones(at.count, at.size, dtype=torch.float64, device=x.device))
+    except NotMeasured:
+        return False
+    return True
+
+
+def log_det_errors(flow: Flow, x: Tensor) -> dict[str, list[float]]:
+    """The log-determinant against that of the whole Jacobian, built column by column in float64, at each point.
+
+    Returns:
+        Nats per dimension: `float64`, of what the flow computes in float64, and `float32`, in its own dtype.
+    """
+    subject = Subject.of(flow)
+    size, found = x[0].numel(), {"float64": [], "float32": []}
+    for k in range(len(x)):
+        point = x[k : k + 1]
+        exact = float(_linalg.slogdet(jacobian(flow.bijection, point))[1])
+        twin = subject.twin(torch.float64).forward_and_log_det(point.double()).values[1]
+        own = subject.forward_and_log_det(point).values[1]
+        found["float64"].append(abs(float(twin[0]) - exact) / size)
+        found["float32"].append(abs(float(own[0]) - exact) / size)
+    return found
+
+
+def trusted(flow: Flow, chunks: Iterator[Tensor], log_prob: Tensor) -> Tensor:
+    """Which log-likelihoods agree with those that a float64 copy computes, within `PART` of d + |log p|."""
+    reference, good, start = Reference(Subject.of(flow)), [], 0
+    for x in chunks:
+        exact = reference.log_prob(x).cpu()
+        value = log_prob[start : start + len(x)]
+        good.append((value - exact).abs() <= tolerance(exact, x[0].numel(), PART))  # False for NaN
+        start += len(x)
+    return torch.cat(good)
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """How often a likelihood from inside the distribution is above one from outside, ties counted half; NaN without samples.
+
+    A likelihood that is not finite counts as the lowest, as a detector would take it.
+
+    Example:
+        >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, float("nan")]))
+        1.0
+    """
+    if not (len(inside) and len(outside)):
+        return math.nan
+    values = torch.cat((inside, outside)).double()
+    values = torch.where(torch.isfinite(values), values, -math.inf).numpy()
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    n, m = len(inside), len(outside)
+    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))
+
+
+@torch.no_grad()
+def pictures(flow: Flow, x: Tensor, count: int) -> dict[str, np.ndarray]:
+    """Some images and how they come back: the worst of all first, then the first ones.
+
+    Returns:
+        `images`, bytes of shape (count, 2, height, width, 3), input and reconstruction, and `broken`, 1 where a pixel is not finite.
+    """
+    back = flow.bijection.inverse(
+        flow.bijection(x)
+    )  # once: in a batch of another size rounding, and what is lost, may differ
+    trip = _trip(x, back, torch.zeros(len(x)))
+    worst = int(torch.where(trip.finite, trip.l2, math.inf).argmax())
+    chosen = list(dict.fromkeys([worst, *range(len(x))]))[:count]
+    x, back = x[chosen], back[chosen]
+    both = torch.stack((x, back), 1).movedim(2, -1).cpu()
+    broken = ~torch.isfinite(both).all(-1)
+    levels = ((both.nan_to_num(0.0, 0.0, 0.0) + 0.5) * 256).floor().clamp(0, 255).to(torch.uint8)
+    return {"images": levels.numpy(), "broken": broken.to(torch.uint8).numpy()}
+
+
+def _share(which: Tensor) -> float:
+    return float(which.double().mean())
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _median(values: Tensor) -> float:
+    values = values[torch.isfinite(values)]
+    return float(values.median()) if len(values) else math.nan

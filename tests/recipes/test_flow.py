@@ -1,0 +1,387 @@
+"""The image flows' recipe and the OOD table at a size of seconds, on images that are written here."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bilip import Flow
+from bilip.blocks import Chain, DiagonalScaling
+from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
+from bilip.data import Images
+from bilip.errors import CheckpointError, InputError, Stopped
+from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
+from bilip.recipes.cifar10_flow import RECIPE
+from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
+from bilip.recipes.flow_runs import SETS, SOURCES, Run
+from bilip.recipes.flow_tables import flow_lines, percent
+from bilip.recipes.recipe import Work
+from bilip.record import read_json
+from bilip.training import Draw, read_state, run
+from bilip.training.step import CapturedStep
+from recorded import play_graphs_on_the_cpu
+
+TINY = {
+    "side": 8,
+    "images": 48,
+    "test": 32,
+    "levels": 2,
+    "blocks": 1,
+    "hidden": 4,
+    "batch": 8,
+    "steps": 12,
+    "warmup": 2,
+    "lr": 1e-3,
+    "start": 16,
+    "looks": 3,
+    "looked": 8,
+    "test_looked": 16,
+    "conditions": 1,
+    "lanczos": 4,
+    "samples": 12,
+    "ood": 16,
+    "referenced": 12,
+    "pictures": 2,
+    "points": 1,
+    "optimizer": "adam",
+    "mixing": "conv1x1",
+}
+CHANGES = [f"{name}={value}" for name, value in TINY.items()]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Images of a few sets in the files that people have; two sets are not there."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, count in {"cifar10_train": 64, "cifar10_test": 40, "svhn": 20, "textures": 20}.items():
+        x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(4, 1).repeat(4, 2)
+        np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)
+    return folder
+
+
+@pytest.fixture
+def tiny():
+    return cifar10_flow.Config(**TINY)
+
+
+@pytest.fixture(scope="module")
+def measured(data, tmp_path_factory):
+    """A run of all three flows."""
+    folder = tmp_path_factory.mktemp("runs") / "cifar10_flow"
+    outcome = reproduce("cifar10_flow", out=folder, changes=CHANGES, data=data)
+    return folder, outcome
+
+
+def test_everything_is_measured_and_drawn(measured):
+    folder, outcome = measured
+    numbers = read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]
+    assert set(numbers) == {"additive", "affine", "modified"}
+    for found in numbers.values():
+        assert found["missing"] == ["places", "tiny_imagenet"]
+        assert set(found["sets"]) == set(SETS) - {"places", "tiny_imagenet"}
+        assert 2 < found["test_bits"] < 12
+        assert max(found["log_det"]["float64"]) < 1e-10
+        assert found["samples"]["reliable"] == 1
+        assert found["skipped"] == 0
+        assert found["sets"]["cifar10"]["auroc"] == 0.5
+        assert all(found["sets"][name]["share_trusted"] == 1 for name in found["sets"])
+    names = {path.name for path in outcome.figures}
+    assert "likelihood-quick.png" in names
+    assert {f"{what}-{kind}-quick.png" for what in ("stability", "reconstructions") for kind in numbers} < names
+    assert sum("log-determinant" in line.what and line.holds for line in outcome.lines) == 3
+    assert [line.ours for line in outcome.lines if "not there" in line.what] == ["Places, tinyImageNet"]
+
+
+def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch):
+    folder, _ = measured
+
+    def never(*args):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(type(RECIPE), "run", never)
+    outcome = reproduce("ood", out=folder.parent / "ood", changes=CHANGES, data=data)
+    lines = {line.what: line for line in outcome.lines}
+    cifar = lines["affine, 12 steps: CIFAR-10 test (16 images of 10,000)"]
+    assert cifar.paper == "0 % Inf, error 6.3e-5"
+    assert cifar.holds
+    assert lines["affine, 12 steps: rademacher (16 images)"].holds is False  # nothing has exploded after 12 steps
+    assert lines["modified affine, 12 steps: rademacher (16 images)"].holds is None
+    assert lines["affine, 12 steps: Places"].ours == "not there"
+    assert lines["residual flow"].ours.startswith("missing")
+    assert {path.name for path in outcome.figures} == {
+        f"panels-{k}-quick.png" for k in ("additive", "affine", "modified")
+    }
+    (folder.parent / "ood" / "ours.json").unlink()
+    again = reproduce("ood", out=folder.parent / "ood", collect=True)  # of the small files alone
+    assert [line.ours for line in again.lines] == [line.ours for line in outcome.lines]
+    monkeypatch.setattr(type(RECIPE), "run", lambda *args: Measured({"trained": True}))
+    other = [change.replace("lr=0.001", "lr=0.002") for change in CHANGES]
+    with pytest.raises(KeyError):  # another configuration is another run
+        reproduce("ood", out=folder.parent / "ood2", changes=other, parts=["affine"], data=data)
+
+
+def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
+    seen = []
+
+    class Seen(CapturedStep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            seen.append(self)
+
+    eager = RECIPE.run("affine", tiny, Work(tmp_path / "eager", 1, "cpu", data=data))
+    monkeypatch.setattr(run, "CapturedStep", Seen)
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+    captured = RECIPE.run("affine", tiny, Work(tmp_path / "captured", 1, device.type, data=data))
+    assert seen[0].replays > 5
+    assert not seen[0].failed
+    assert sorted(captured.numbers) == sorted(eager.numbers)
+    if device.type == "cpu":
+        assert captured.numbers["test_bits"] == pytest.approx(eager.numbers["test_bits"], rel=1e-3)
+
+
+def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
+    clock = iter([0.0] * 6 + [math.inf])
+    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
+        reproduce("cifar10_flow", out=tmp_path, changes=CHANGES, parts=["affine"], data=data, minutes=1e6)
+    monkeypatch.undo()
+    assert read_state(tmp_path / "pieces/quick/seed0/affine/last.safetensors")[1]["step"] == 7
+    reproduce("cifar10_flow", out=tmp_path, changes=CHANGES, parts=["affine"], data=data)
+    whole, cut = (
+        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["affine"]
+        for folder in (measured[0], tmp_path)
+    )
+    assert json.dumps(cut) == json.dumps(whole)
+
+
+def test_an_average_of_the_weights_is_what_is_measured(tiny, data, tmp_path):
+    config = cifar10_flow.replace(tiny, ema=0.5)
+    found = RECIPE.run("additive", config, Work(tmp_path, 0, "cpu", data=data))
+    log = found.arrays["log_test_bits"]
+    inputs = cifar10_flow.load(config, Work(tmp_path, 0, "cpu", data=data))[1]
+    flow = cifar10_flow.make_flow(Run.of("additive"), config)
+    tensors = read_state(tmp_path / "last.safetensors")[0]
+    flow.load_state_dict({name: tensors[f"model.{name}"] for name in flow.state_dict()})
+    plain = flow_probes.bits_per_dim(flow.eval(), inputs, "cifar10", 16)
+    with torch.no_grad():
+        for name, p in flow.named_parameters():
+            p.copy_(tensors[f"average.{name}"])
+    averaged = flow_probes.bits_per_dim(flow, inputs, "cifar10", 16)
+    assert log[-1] == pytest.approx(averaged, rel=1e-6)
+    assert abs(plain - averaged) > 1e-4
+    assert found.numbers["test_bits"] == pytest.approx(flow_probes.bits_per_dim(flow, inputs, "cifar10", 32), rel=1e-6)
+
+
+def test_a_run_that_diverges_says_where_and_the_table_goes_on(tiny, data, tmp_path):
+    config = cifar10_flow.replace(tiny, lr=1e12, warmup=0, skip=0)
+    found = RECIPE.run("affine", config, Work(tmp_path, 0, "cpu", data=data))
+    assert "training diverged" in found.numbers["diverged"]
+    assert "step " in found.numbers["diverged"]
+    assert "checkpoint" in found.numbers["diverged"]
+    lines = flow_lines({0: {"affine": found}}, RECIPE.paper())
+    assert lines[0].ours == found.numbers["diverged"]
+    assert ood.RECIPE.lines(config, {0: {"affine": found}})[0].ours == "training diverged: see cifar10_flow"
+    assert list(RECIPE.figures(config, {0: {"affine": found}}))
+
+
+def test_other_data_is_refused(tiny, data, tmp_path):
+    work = Work(tmp_path / "part", data=data)
+    cifar10_flow.load(tiny, work)
+    with pytest.raises(CheckpointError, match="begun with other data: images was 48, now it is 40"):
+        cifar10_flow.load(cifar10_flow.replace(tiny, images=40), work)
+
+
+def test_a_set_that_is_damaged_is_not_a_set_that_is_missing(tiny, data, tmp_path):
+    for path in data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "svhn.npz").write_bytes(b"PK nothing")
+    with pytest.raises(InputError, match="svhn"):
+        cifar10_flow.load(tiny, Work(tmp_path / "part", data=tmp_path))
+
+
+@pytest.mark.parametrize("part", ["afine", "additive-eps0.01", "affine-eps", "modified-conv", "affine-steps"])
+def test_parts_that_do_not_exist(part, tmp_path):
+    with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
+        reproduce("cifar10_flow", out=tmp_path, parts=[part])
+
+
+def test_what_parts_mean(tiny):
+    assert Run.of("affine").scale == SIGMOID
+    assert Run.of("modified").scale == HALF_SIGMOID
+    assert Run.of("affine-eps0.01").scale == SIGMOID.floored(0.01)
+    assert Run.of("modified-shuffle-steps7") == Run("modified", 0.0, "shuffle", 7)
+    scales = {
+        kind: {block.scale for block in cifar10_flow.make_flow(Run.of(kind), tiny).modules() if hasattr(block, "scale")}
+        for kind in ("additive", "affine", "modified")
+    }
+    assert scales == {
+        "additive": {cifar10_flow.PRIOR},
+        "affine": {cifar10_flow.PRIOR, SIGMOID},
+        "modified": {cifar10_flow.PRIOR, HALF_SIGMOID},
+    }
+    standard = cifar10_flow.make_flow(Run.of("additive"), cifar10_flow.replace(tiny, prior=False))
+    assert not [block for block in standard.modules() if hasattr(block, "scale")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps=0", "expected positive"),
+        ("skip=-1", "expected 0 or more"),
+        ("mixing=none", "conv1x1, reverse, shuffle"),
+        ("optimizer=sgd", "adam, adamax"),
+        ("bits=9", "at most 8 bits"),
+        ("side=12", "divides 32"),
+    ],
+)
+def test_configurations_that_are_refused(change, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        reproduce("cifar10_flow", out=tmp_path, changes=[change])
+
+
+def test_batches_are_dequantized_images(tiny, data, tmp_path):
+    train, inputs, _ = cifar10_flow.load(cifar10_flow.replace(tiny, bits=5), Work(tmp_path, data=data))
+    (x,) = train(Draw(0, 3))
+    assert x.shape == (8, 3, 8, 8)
+    assert -0.5 <= float(x.min()) < float(x.max()) < 0.5
+    assert x.equal(train(Draw(0, 3))[0])
+    cells = ((inputs.first("svhn", 4) + 0.5) * 32).floor()
+    assert cells.equal((inputs.images["svhn"].x[:4] // 8).float())
+    assert inputs.first("svhn", 3).equal(inputs.first("svhn", 16)[:3])
+    assert inputs.first("gaussian", 3).equal(inputs.first("gaussian", 600)[:3])
+    assert float(inputs.first("gaussian", 500).abs().max()) == pytest.approx(0.49)
+
+
+def flow_of(scales):
+    """Each dimension times a number, and that number beneath float32's reach is lost."""
+    return Flow(Chain(*(DiagonalScaling(torch.tensor(s, dtype=torch.float32)) for s in scales), shape=(2,)))
+
+
+def test_images_that_do_not_come_back_are_told_apart():
+    x = torch.zeros(5, 3, 2, 2)
+    back = x.clone()
+    back[1, 0, 0, 0] = math.nan
+    back[2, 1, 0, 0] = math.inf
+    back[3, 0, 1, 1] = 5 / 256
+    back[4, 0, 1, 1] = 3 / 256
+    trip = flow_probes._trip(x, back, torch.zeros(5))
+    assert trip.nan.tolist() == [False, True, False, False, False]
+    assert trip.inf.tolist() == [False, False, True, False, False]
+    assert trip.wrong.tolist() == [False, False, False, True, False]
+    found = summary(trip)
+    assert (found["share_nan"], found["share_inf"], found["share_wrong"]) == (0.2, 0.2, 0.2)
+    assert found["error"] == pytest.approx(1.5 / 256)
+    assert found["error_finite"] == pytest.approx(8 / 3 / 256)
+    nothing = summary(Trip.cat([trip.first(3)]))
+    assert nothing["error"] == 0
+    assert math.isinf(nothing["square"])
+    # what lies outside of the picture cannot be seen
+    assert not bool(flow_probes._trip(torch.full((1, 1), 7.0), torch.full((1, 1), 8.0), torch.zeros(1)).wrong)
+
+
+def test_a_flow_that_loses_numbers_is_seen_on_images_and_samples():
+    flow = flow_of([[1e-30, 1.0], [1e-30, 1.0]])
+    trip = round_trip(flow, torch.tensor([[0.25, 0.25]]))
+    assert not bool(trip.back)
+    several, _ = sampled(flow, 20, bits=8, seed=0)
+    assert several.numbers()["reliable"] == 0
+    assert several.numbers()["visible"] == 1
+    several, x = sampled(flow_of([[0.5, 2.0]]), 600, bits=8, seed=0)
+    assert several.numbers()["reliable"] == 1
+    assert several.numbers()["bits_apart"] < 1e-5
+    assert len(x) == flow_probes.CHUNK
+    assert len(several.drawn) == 600
+
+
+def test_condition_numbers_of_some_that_can_be_had():
+    found = flow_probes.conditions(flow_of([[4.0, 0.5]]), torch.tensor([[0.1, 0.1], [math.inf, 0.1]]), steps=5)
+    assert found[0] == pytest.approx(8)
+    assert math.isinf(found[1])
+
+
+def test_one_image_without_a_linear_inverse_does_not_cost_the_others_theirs():
+    class Folded(DiagonalScaling):
+        """Its inverse is none where numbers are negative."""
+
+        def inverse(self, z, context=None):
+            return torch.where(z < 0, 3 * z, super().inverse(z))
+
+    wide = 1100  # smaller Jacobians would be inverted themselves
+    flow = Flow(Folded(torch.linspace(1, 4, wide)), shape=(wide,))
+    x = torch.stack((torch.full((wide,), 0.3), torch.full((wide,), -0.3), torch.full((wide,), 0.2)))
+    found = flow_probes.conditions(flow, x, steps=30)
+    assert found[0] == pytest.approx(4, rel=0.05)
+    assert found[2] == pytest.approx(4, rel=0.05)
+    assert math.isnan(found[1])
+
+
+def test_likelihoods_are_held_against_float64():
+    flow = flow_of([[1.0, 1.0]])
+    x = torch.tensor([[0.1, 0.2], [2.0, 3.0], [0.3, 0.3]])
+    right = flow.log_prob(x).double()
+    wrong = right + torch.tensor([0.0, 1.0, math.nan])
+    assert flow_probes.trusted(flow, iter([x]), wrong).tolist() == [True, False, False]
+    assert flow_probes.trusted(flow, iter([x[:1], x[1:]]), right).tolist() == [True, True, True]
+
+
+def test_auroc():
+    inside, outside = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
+    assert auroc(inside, outside) == pytest.approx((1 + 0 + 1 + 0.5 + 1 + 1) / 6)
+    assert auroc(inside, torch.tensor([math.nan, -math.inf])) == 1
+    assert auroc(inside, inside) == 0.5
+    assert math.isnan(auroc(inside, outside[:0]))
+
+
+def test_pictures_show_the_worst_first():
+    class Third(DiagonalScaling):
+        """Loses what is above 0.4."""
+
+        def inverse(self, z, context=None):
+            return torch.where((z > 0.4).flatten(1).any(1)[:, None, None, None], math.nan, super().inverse(z))
+
+    flow = Flow(Third(torch.ones(3, 2, 2)), shape=(3, 2, 2))
+    x = torch.zeros(6, 3, 2, 2)
+    x[4] = 0.45
+    kept = flow_probes.pictures(flow, x, 3)
+    assert kept["images"].shape == (3, 2, 2, 2, 3)
+    assert kept["broken"][0].tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
+    assert not kept["broken"][1:].any()
+    assert (kept["images"][1:] == 128).all()
+
+
+def test_skipped_steps_are_counted_from_the_log():
+    log = {"step": [10.0, 20.0, 25.0], "skipped": [0.0, 0.3, 0.2]}
+    assert cifar10_flow.skipped_steps(log) == 4
+    assert cifar10_flow.skipped_steps({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0 %"), (1, "100 %"), (0.0002, "0.02 %"), (0.00001, "0.001 %"), (0.998, "99.80 %"), (0.25, "25 %")],
+)
+def test_shares_in_words(share, text):
+    assert percent(share) == text
+
+
+def test_inputs_of_images_take_what_there_is():
+    inputs = Inputs(
+        {"svhn": Images(torch.zeros(7, 3, 4, 4, dtype=torch.uint8))}, (3, 4, 4), bits=8, seed=0, device="cpu"
+    )
+    assert inputs.count("svhn", 100) == 7
+    assert inputs.count("uniform", 100) == 100
+    assert set(SOURCES) - {"samples"} < set(SETS)
+
+
+def test_pictures_are_of_the_pass_in_which_the_worst_was_seen():
+    class Odd(DiagonalScaling):
+        """Loses everything in large batches alone, as rounding may."""
+
+        def inverse(self, z, context=None):
+            back = super().inverse(z)
+            return back * math.nan if len(z) > 3 else back
+
+    flow = Flow(Odd(torch.ones(3, 2, 2)), shape=(3, 2, 2))
+    assert flow_probes.pictures(flow, torch.zeros(6, 3, 2, 2), 2)["broken"][:, 1].all()
