@@ -13,7 +13,7 @@ from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets.certify import remembering
-from bilip.nets.readable import as_born, parametrized, tampered, unstated
+from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
 __all__ = ["FORMULAS", "Bijection"]
 
@@ -256,6 +256,10 @@ class Bijection(nn.Module):
 
     def _require_finite(self) -> None:
         for name, value in (*self.named_parameters(), *self.named_buffers()):
+            if (odd := odd_tensor(value)) is not None:
+                raise UnknownLipschitz(
+                    f"{name!r} of {type(self).__name__} is {odd}, so no bound can be proved. Convert it to plain numbers first."
+                )
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise NonFiniteParameters(
