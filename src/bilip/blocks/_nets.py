@@ -48,7 +48,7 @@ def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) 
     turn = isinstance(net, ConvNet) and _faster_channels_last(x)
     if turn:
         x = x.contiguous(memory_format=torch.channels_last)
-    before = None if x.is_inference() else x._version
+    before = None if torch.compiler.is_compiling() or x.is_inference() else x._version
     value = net(x, context) if with_context and context is not None else net(x)
     if before is not None and x._version != before:
         raise InputError(
