@@ -512,6 +512,9 @@ def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype
         return (act(x * (1 + step * turn)) - image).abs()
 
     alive = change(2.0**-4) > 2.0**-13 * image.abs()  # where float64 would see every step below
+    if not bool(alive.any()):  # out of range, perhaps: looked at where numbers are of the size of 1
+        x, image = turn, act(turn)
+        alive = change(2.0**-4) > 2.0**-13 * image.abs()
     for step, coarse in ((2.0**-21, torch.bfloat16), (2.0**-36, torch.float32)):
         eps = torch.finfo(coarse).eps
         if eps > torch.finfo(dtype).eps and 2 * int((change(step)[alive] > 0).sum()) < int(alive.sum()):
