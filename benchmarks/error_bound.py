@@ -4,8 +4,8 @@ Small residual blocks with every activation that has a reference here, from held
 declared nets that compute in the dtype of their block or in a coarser one, in float16, bfloat16, float32 and float64; right-hand
 sides from the smallest to the largest number of each dtype. The true inverse is found in 60 digits by Newton's method from the
 solution, with the weights as they act, and is itself known to its residual over 1 - c: only what exceeds that counts. Activations are
-torch's, so Softplus is the identity above its threshold. Writes JSON; an error above its bound, or a solution that calls itself converged without a finite one, ends the run
-with exit code 1.
+torch's, so Softplus is the identity above its threshold. Writes JSON; an error above its bound, or a solution that calls itself
+converged without a finite one, ends the run with exit code 1.
 
     python benchmarks/error_bound.py --inverses 100000 --jobs 2 --out results/soundness/error_bound.json
 """
