@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip.blocks._nets import first_parameter
+from bilip.blocks.partition import Partition
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
@@ -247,6 +248,8 @@ class Bijection(nn.Module):
                     overridden = unstated(type(thing), statements, root)
                     if overridden is not None:
                         why = f"has {overridden}, but inherits what was proved without it ({', '.join(statements)})"
+                if isinstance(thing, Partition):
+                    thing.require_sound()
                 if why is not None:
                     where = f" (at {name!r})" if name else ""
                     raise UnknownLipschitz(
