@@ -1,37 +1,31 @@
 """Is the error that `Residual.solve` states ever below the true one?
 
 Small residual blocks with every activation that has a reference here, from held and from plain layers, linear and convolutional, and
-declared nets that compute in the dtype of their block, in float16, bfloat16, float32 and float64; right-hand sides from the smallest
-to the largest number of each dtype. The true inverse is found in 60 digits by Newton's method from the solution, with the weights as they
-act, and is itself known to its residual over 1 - c: only what exceeds that counts. Activations are torch's, so Softplus is the identity
-above its threshold. Writes JSON; an error above its bound, or a solution that calls itself converged without a finite one, ends the run
-with exit code 1.
+declared nets that compute in the dtype of their block or in a coarser one, in float16, bfloat16, float32 and float64; right-hand
+sides from the smallest to the largest number of each dtype. The true inverse is found in 60 digits by Newton's method from the
+solution, with the weights as they act, and is itself known to its residual over 1 - c: only what exceeds that counts. Activations are
+torch's, so Softplus is the identity above its threshold. Writes JSON; an error above its bound, or a solution that calls itself
+converged without a finite one, ends the run with exit code 1.
 
     python benchmarks/error_bound.py --inverses 100000 --jobs 2 --out results/soundness/error_bound.json
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import math
-import multiprocessing
-import platform
 import random
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import mpmath
 import torch
 from mpmath import mp, mpf
 from torch import Tensor, nn
 
+import _search
 from bilip.blocks import Residual
 from bilip.errors import BilipError, InputError
 from bilip.nets import ConvNet, Declared, HeldLinear
@@ -299,6 +293,11 @@ class Found:
     closest: float = 0.0  # largest share of its bound that an error takes up
     findings: list[dict] = field(default_factory=list)
 
+    @property
+    def count(self) -> int:
+        """How many inverses they were."""
+        return self.inverses
+
     def add(self, other: Found) -> None:
         """Take other results in."""
         self.inverses += other.inverses
@@ -318,7 +317,8 @@ def block_of(
     c, loud = rng.choice((0.3, 0.9, 0.97)), 10 ** rng.uniform(-2, 3)
     kind = rng.choices(("held", "plain", "conv", "declared"), (5, 3, 1, 1))[0]
     if kind == "declared":
-        block = Residual(Declared(Sine(dtype), lipschitz=0.5)).eval()
+        inside = rng.choice([kind for kind in DTYPES if torch.finfo(kind).eps >= torch.finfo(dtype).eps])
+        block = Residual(Declared(Sine(inside), lipschitz=0.5)).eval()
         return block, ExactSine(), (size,)
     if kind == "conv":
         net: nn.Module = ConvNet(1, 1, hidden=2, gain=False, lipschitz=c)
@@ -414,73 +414,23 @@ def run(task: tuple[int, int, int]) -> Found:
 
 def search(inverses: int, *, seed: int = 0, jobs: int = 1, progress=lambda found: None) -> Found:
     """Solve batches until there are so many inverses; the same ones whatever the number of processes."""
-    total = Found()
     tasks = ((seed, index, BATCH) for index in range(10**9))
-    if jobs == 1:
-        while total.inverses < inverses:
-            total.add(run(next(tasks)))
-            progress(total)
-        return total
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = collections.deque(pool.submit(run, next(tasks)) for _ in range(4 * jobs))
-        while total.inverses < inverses:
-            total.add(waiting.popleft().result())
-            progress(total)
-            waiting.append(pool.submit(run, next(tasks)))
-        for task in waiting:
-            task.cancel()
-    return total
+    return _search.search(run, tasks, Found(), inverses, jobs=jobs, progress=progress)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inverses", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
-    parser.add_argument("--out", type=Path, default=Path("results/soundness/error_bound.json"))
-    args = parser.parse_args()
-    start = time.time()
-    shown: list = [0.0, 0]
-
-    def progress(found: Found) -> None:
-        if time.time() - shown[0] > 10:
-            shown[0] = time.time()
-            for finding in found.findings[shown[1] :]:
-                print(finding)
-            shown[1] = len(found.findings)
-            print(f"{found.inverses} inverses, {len(found.findings)} findings, {time.time() - start:.0f} s", flush=True)
-
-    found = search(args.inverses, seed=args.seed, jobs=args.jobs, progress=progress)
-    document = {
-        "question": "is the stated error of an inverse ever below the true one",
-        "command": f"python benchmarks/error_bound.py --inverses {args.inverses} --seed {args.seed}",
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "mpmath": mpmath.__version__,
-            "machine": platform.machine(),
-            "device": "cpu",
-        },
-        "seconds": round(time.time() - start),
-        "jobs": args.jobs,
-        "inverses": found.inverses,
+def describe(found: Found) -> dict:
+    """What the file says."""
+    return {
         "with_a_finite_bound": found.finite,
         "converged": found.converged,
         "inverses_by_net_and_dtype": dict(sorted(found.by.items())),
         "left_out": dict(found.left_out.most_common()),
         "largest_share_of_its_bound_that_an_error_takes": found.closest,
-        "found": len(found.findings),
-        "findings": found.findings[:200],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    aside = args.out.with_suffix(".aside")
-    aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    aside.replace(args.out)
-    print(f"{found.inverses} inverses in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}")
-    for finding in found.findings[:20]:
-        print(finding)
-    return 1 if found.findings else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    question, versions = "is the stated error of an inverse ever below the true one", {"mpmath": mpmath.__version__}
+    sys.exit(
+        _search.main("inverses", question, __doc__, "results/soundness/error_bound.json", search, describe, versions)
+    )

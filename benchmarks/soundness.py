@@ -1,6 +1,7 @@
 """Does any gain exceed a proven bound, at any magnitude?
 
-Draws blocks of `tests/catalogue.py`, random chains of them and the provable blocks of other libraries, each with its weights
+Draws blocks of `tests/catalogue.py`, random chains of them, couplings with any layers of torch that can be read, and the provable
+blocks of other libraries, each with its weights
 multiplied by 1e-30 to 1e4 and its linear blocks stirred, in float16, bfloat16, float32 or float64. Asks for bounds in both formulas
 on boxes with sides from 1e-300 to 1e290, around the origin or beside it, of inputs or of latents, and everywhere where there is such a
 bound. Against each finite bound stands the largest gain found at corners, random points and points of all magnitudes of the box:
@@ -17,33 +18,31 @@ the solver computes. Writes JSON; a finding ends the run with exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
-import json
 import math
-import multiprocessing
-import platform
 import random
 import sys
-import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import _search
 from adapters.test_proofs import PROVEN
 from bilip import Box
 from bilip.adapters import as_bijection
-from bilip.blocks import ActNorm, Bijection, Chain, DiagonalScaling, Invert, InvertibleConv1x1
+from bilip.blocks import ActNorm, AdditiveCoupling, Bijection, Chain, DiagonalScaling, Invert, InvertibleConv1x1
 from bilip.bounds import EPS, norms
 from bilip.errors import BilipError, NoGlobalBound
+from bilip.nets.activations import KNOWN
 from bilip.nets.certify import double_twin
 from bilip.testing.gains import jacobian
 from catalogue import CATALOGUE, Entry
@@ -52,6 +51,7 @@ from tightness import scaled
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FORMULAS = ("sharp", "paper")
 FLAT = [entry for entry in CATALOGUE if entry.shape == (4,) and entry.context is None and not entry.unit]
+PADDINGS = ("zeros", "circular", "reflect", "replicate")
 SAFETY = 16  # over the measured rounding of a Jacobian: one draw of it may be small by chance
 CASES = 25  # of one task of a process
 
@@ -67,6 +67,11 @@ class Found:
     refused: collections.Counter = field(default_factory=collections.Counter)
     closest: float = -math.inf  # largest log10 of gain over bound
     findings: list[dict] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many comparisons they were."""
+        return self.comparisons
 
     def add(self, other: Found) -> None:
         """Take the results of other cases in."""
@@ -112,7 +117,7 @@ def draw(seed: int, index: int) -> Case | str:
     torch.manual_seed(rng.randrange(2**31))
     dtype = rng.choice(DTYPES)
     weights = rng.choice((1.0, 3.0)) if rng.random() < 0.3 else 10 ** rng.uniform(-30, 4)
-    kind = rng.choices(("block", "chain", "adapter"), (5, 3, 2))[0]
+    kind = rng.choices(("block", "chain", "adapter", "layers"), (5, 3, 2, 3))[0]
     context, unit = None, False
     if kind == "adapter":
         name = rng.choice(sorted(PROVEN))
@@ -121,6 +126,9 @@ def draw(seed: int, index: int) -> Case | str:
         except pytest.skip.Exception:
             return f"not installed: {name}"
         shape = block.shape or ((4,) if block.library == "memcnn" else (5,))  # type: ignore[attr-defined]
+    elif kind == "layers":
+        net, name = layers_of(rng)
+        shape, block = (2, 3, 3), AdditiveCoupling(net)
     elif kind == "chain":
         entries = [rng.choice(FLAT) for _ in range(rng.randint(2, 6))]
         name, shape = " > ".join(entry.name for entry in entries), (4,)
@@ -141,6 +149,44 @@ def draw(seed: int, index: int) -> Case | str:
     exact = copy.deepcopy(model).double().eval() if kind == "adapter" else double_twin(model)
     latent = rng.random() < 0.2 and not unit
     return Case(name, kind, model, exact, _box(rng, shape, unit), context, dtype, weights, latent)  # type: ignore[arg-type]
+
+
+# Every layer of torch that can be read, from images of one channel with 3x3 pixels to such images.
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    **{f"conv {mode}": partial(nn.Conv2d, 1, 1, 3, padding=1, padding_mode=mode) for mode in PADDINGS},
+    "strided conv": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 2, stride=2, padding=1), nn.PixelShuffle(2), nn.Conv2d(1, 1, 2)
+    ),
+    "grouped conv": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 1), nn.Conv2d(4, 2, 3, padding=1, groups=2), nn.Conv2d(2, 1, 1)
+    ),
+    "dilated conv": lambda: nn.Conv2d(1, 1, 2, padding=1, dilation=2),
+    "transposed conv": lambda: nn.ConvTranspose2d(1, 1, 3, padding=1),
+    "wide transposed conv": lambda: nn.Sequential(nn.ConvTranspose2d(1, 1, 2, stride=2), nn.Conv2d(1, 1, 4)),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(9, 9), nn.Unflatten(1, (1, 3, 3))),
+    "max pool": lambda: nn.MaxPool2d(3, 1, 1),
+    "average pool": lambda: nn.AvgPool2d(3, 1, 1),
+    "average pool of fewer": lambda: nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+    "reflection": lambda: nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(1, 1, 3)),
+    "replication": lambda: nn.Sequential(nn.ReplicationPad2d((2, 1, 0, 1)), nn.MaxPool2d((2, 4), 1)),
+    "constant pad": lambda: nn.Sequential(nn.ConstantPad2d(1, 3.5), nn.AvgPool2d(3, 1)),
+    "batch norm": lambda: nn.BatchNorm2d(1),
+    "group norm": lambda: nn.GroupNorm(1, 1),
+    "layer norm": lambda: nn.LayerNorm([3, 3]),
+    "dropout": lambda: nn.Dropout(0.5),
+    **{kind.__name__: kind for kind in KNOWN if kind.__module__.startswith("torch.nn.modules.activation")},
+}
+
+
+def layers_of(rng: random.Random) -> tuple[nn.Module, str]:
+    """A few layers of torch in a row, those of a normalisation with statistics of any size, and their names."""
+    names = [rng.choice(sorted(LAYERS)) for _ in range(rng.randint(1, 4))]
+    net = nn.Sequential(nn.Conv2d(1, 1, 1), *(LAYERS[name]() for name in names))
+    for layer in net:
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.fill_(rng.gauss(0, 1) * 10 ** rng.uniform(-6, 3))  # type: ignore[union-attr]
+            layer.running_var.fill_(10 ** rng.uniform(-12, 3))  # type: ignore[union-attr]
+    return net, " > ".join(names)
 
 
 @torch.no_grad()
@@ -322,77 +368,21 @@ def _numbered(found: Found, seed: int, index: int) -> Found:
 
 def search(comparisons: int, *, seed: int = 0, jobs: int = 1, progress=lambda found: None) -> Found:
     """Draw cases until there are so many comparisons; the same ones whatever the number of processes."""
-    total = Found()
     tasks = ((seed, start, start + CASES) for start in range(0, 10**9, CASES))
-    if jobs == 1:
-        while total.comparisons < comparisons:
-            total.add(run(next(tasks)))
-            progress(total)
-        return total
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = collections.deque(pool.submit(run, next(tasks)) for _ in range(2 * jobs))
-        while total.comparisons < comparisons:
-            total.add(waiting.popleft().result())
-            progress(total)
-            waiting.append(pool.submit(run, next(tasks)))
-        for task in waiting:
-            task.cancel()
-    return total
+    return _search.search(run, tasks, Found(), comparisons, jobs=jobs, progress=progress)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comparisons", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
-    parser.add_argument("--out", type=Path, default=Path("results/soundness/search.json"))
-    args = parser.parse_args()
-    start = time.time()
-    shown: list = [0.0, 0]
-
-    def progress(found: Found) -> None:
-        if time.time() - shown[0] > 10:
-            shown[0] = time.time()
-            for finding in found.findings[shown[1] :]:
-                print(finding)
-            shown[1] = len(found.findings)
-            print(
-                f"{found.comparisons} comparisons, {len(found.findings)} findings, {time.time() - start:.0f} s",
-                flush=True,
-            )
-
-    found = search(args.comparisons, seed=args.seed, jobs=args.jobs, progress=progress)
-    document = {
-        "question": "does any gain exceed a proven bound, at any magnitude",
-        "command": f"python benchmarks/soundness.py --comparisons {args.comparisons} --seed {args.seed}",
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "device": "cpu",
-        },
-        "seconds": round(time.time() - start),
-        "jobs": args.jobs,
-        "comparisons": found.comparisons,
+def describe(found: Found) -> dict:
+    """What the file says."""
+    return {
         "images_of_points_held_against_their_boxes": found.images,
         "cases": found.cases,
         "comparisons_by_kind_and_dtype": dict(sorted(found.by.items())),
         "left_out": dict(found.refused.most_common()),
         "largest_log10_of_gain_over_bound": found.closest,
-        "found": len(found.findings),
-        "findings": found.findings[:200],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    aside = args.out.with_suffix(".aside")
-    aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    aside.replace(args.out)
-    print(
-        f"{found.comparisons} comparisons in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}"
-    )
-    for finding in found.findings[:20]:
-        print(finding)
-    return 1 if found.findings else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    question = "does any gain exceed a proven bound, at any magnitude"
+    sys.exit(_search.main("comparisons", question, __doc__, "results/soundness/search.json", search, describe))

@@ -258,3 +258,21 @@ def test_a_header_that_lies(saved):
         (saved / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + numbers)
         with pytest.raises(CheckpointError, match="not a readable safetensors file"):
             models.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda file: models.save(lambda x: x, file.parent / "new"),
+            "expected a model built by bilip.models, got function",
+        ),
+        (lambda file: models.save(models.real_nvp(2, blocks=1), file), "cannot write to the folder"),
+        (lambda file: models.save(models.real_nvp(2, blocks=1), None), "expected the name of a folder, got NoneType"),
+        (lambda file: models.load(None), "expected the name of a folder, got NoneType"),
+    ],
+)
+def test_what_is_no_model_or_no_folder(tmp_path, call, says):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=says):
+        call(tmp_path / "file")

@@ -120,6 +120,35 @@ def quitter():
 def empty():
     return models.real_nvp(4, blocks=1).to("meta")
 
+class Elsewhere(Lossy):
+    def forward(self, x, context=None):
+        return x.to("meta")
+
+def elsewhere():
+    return Elsewhere()
+
+class Stubborn(Lossy):
+    def train(self, mode=True):
+        raise RuntimeError("always in training")
+
+def stubborn():
+    return Stubborn()
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError
+
+class Mute(Lossy):
+    def forward(self, x, context=None):
+        raise Speechless
+
+def mute():
+    return Mute()
+
+def terminated():
+    import os, signal
+    os.kill(os.getpid(), signal.SIGTERM)
+
 class Slow(Lossy):
     calls = 0
 
@@ -219,6 +248,9 @@ BAD = [
     ("inverse unwritten", instead("cli_targets:additive", "cli_targets:no_inverse"), "the inverse of"),
     ("model leaves", instead("cli_targets:additive", "cli_targets:quitter"), "SystemExit: 0"),
     ("model is empty", instead("cli_targets:additive", "cli_targets:empty"), "on the device meta"),
+    ("latents are elsewhere", instead("cli_targets:additive", "cli_targets:elsewhere"), "gave one on meta"),
+    ("always training", instead("cli_targets:additive", "cli_targets:stubborn"), "cannot be put into evaluation mode"),
+    ("error without words", instead("cli_targets:additive", "cli_targets:mute"), "Speechless"),
     ("moved to nowhere", [*QUICK, "--device", "meta"], "on the device meta"),
     ("time", [*QUICK, "--time", "0"], "time=0.0"),
     ("bounds: model leaves", ["bounds", "cli_targets:quitter"], "ended the program (SystemExit: 0)"),
@@ -455,6 +487,12 @@ def test_sigterm_leaves_what_was_measured(made):
     record = AuditRecord.load(made / "term.json")
     assert record.settings["stopped"] is True
     assert any(m.reason == "the audit was stopped before" for m in record.measurements)
+
+
+@pytest.mark.process
+def test_sigterm_ends_every_verb_in_one_line(made):
+    result = process("bounds", "cli_targets:terminated", cwd=made)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "bilip: stopped\n")
 
 
 def test_time_that_is_over_is_in_the_record_and_closes_the_gate(bilip_, folder):

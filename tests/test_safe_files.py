@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -169,3 +170,27 @@ def test_an_audit_of_a_pipe_is_one_line(tmp_path, impatient):
     os.mkfifo(tmp_path / "x.npy")
     with pytest.raises(InputError, match=r"source 'test': .*x.npy cannot be read \(it is a pipe\)"):
         bilip.audit(models.real_nvp(2, blocks=1), {"test": tmp_path / "x.npy"})
+
+
+def test_threads_that_write_one_file_never_mix(tmp_path):
+    """Each writes aside under a name of its own."""
+    path, contents = tmp_path / "shared", [bytes([k]) * 2**21 for k in range(4)]
+    write_aside(path, contents[0])
+    seen, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            seen.append(path.read_bytes())
+
+    def write(content):
+        for _ in range(20):
+            write_aside(path, content)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, contents))
+    done.set()
+    reader.join()
+    assert all(data in contents for data in seen)
+    assert os.listdir(tmp_path) == ["shared"]

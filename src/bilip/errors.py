@@ -22,7 +22,22 @@ __all__ = [
     "Stopped",
     "TrainingDiverged",
     "UnknownLipschitz",
+    "said_by",
 ]
+
+
+def said_by(error: BaseException, most: int = 300) -> str:
+    """The kind and the words of an exception of foreign code, in one line; the kind alone where there are no words.
+
+    Example:
+        >>> said_by(ValueError("too\\nlarge")), said_by(MemoryError())
+        ('ValueError: too large', 'MemoryError')
+    """
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # foreign code may fail at this too
+        words = ""
+    return f"{type(error).__name__}: {words[:most]}" if words else type(error).__name__
 
 
 class BilipError(Exception):

@@ -395,3 +395,33 @@ def test_scales_know_their_suprema(scale):
     assert all(math.isfinite(float(v)) for v in ends)
     low, high = scale.enclose(Box(-3.0, 3.0)).low, scale.enclose(Box(-3.0, 3.0)).high
     assert float(low) <= float(scale(torch.tensor(-3.0))) <= float(high)
+
+
+def test_a_residual_net_with_a_block_of_the_users_is_not_trusted():
+    resnet = pytest.importorskip("nflows.nn.nets.resnet")
+
+    class Loud(resnet.ResidualBlock):
+        def forward(self, inputs, context=None):
+            return 100 * inputs
+
+    module = nflows_residual("AdditiveCouplingTransform", activation=torch.tanh)
+    module.transform_net.blocks[0] = Loud(8, None)
+    with pytest.raises(UnknownLipschitz, match="a block of the class"):
+        as_bijection(module).bounds(Box(-1, 1, shape=(5,)))
+
+
+def far_from_data(original):
+    return lambda self, x: torch.where(x.abs() > 11, 100 * x, original(self, x))
+
+
+def test_patched_transforms_of_torch_and_zuko_are_not_trusted(monkeypatch):
+    """A change that the comparison at a few points would not meet."""
+    from torch.distributions.transforms import AffineTransform
+
+    monkeypatch.setattr(AffineTransform, "_call", far_from_data(AffineTransform._call))
+    with pytest.raises(UnknownLipschitz, match="method _call of its class AffineTransform replaced"):
+        as_bijection(torch_affine()).bounds(Box(-20, 20, shape=(5,)))
+    univariate = pytest.importorskip("zuko").transforms.MonotonicAffineTransform
+    monkeypatch.setattr(univariate, "_call", far_from_data(univariate._call))
+    with pytest.raises(UnknownLipschitz, match="method _call of its class MonotonicAffineTransform replaced"):
+        as_bijection(zuko_coupling()).bounds(Box(-20, 20, shape=(5,)))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributions import transforms as t
 
+import bilip
 from adapters import zoo
 from bilip.adapters import adapt, as_bijection
 from bilip.errors import BilipError, InputError, NotInitialized
@@ -385,3 +386,78 @@ def test_no_foreign_library_is_imported():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def standardised_normflows():
+    normflows = pytest.importorskip("normflows")
+
+    class Standardised(normflows.NormalizingFlow):
+        def inverse_and_log_det(self, x):
+            return super().inverse_and_log_det(x / 100)
+
+        def log_prob(self, x):
+            return super().log_prob(x / 100)
+
+    return Standardised(normflows.distributions.DiagGaussian(4), [normflows.flows.Permute(4)])
+
+
+def standardised_nflows():
+    flows, transforms = pytest.importorskip("nflows.flows"), pytest.importorskip("nflows.transforms")
+    distributions = pytest.importorskip("nflows.distributions")
+
+    class Standardised(flows.Flow):
+        def _log_prob(self, inputs, context):
+            return super()._log_prob(inputs / 100, context)
+
+    return Standardised(transforms.RandomPermutation(4), distributions.StandardNormal([4]))
+
+
+def standardised_zuko():
+    zuko = pytest.importorskip("zuko")
+
+    class Standardised(zuko.flows.NICE):
+        def forward(self, c=None):
+            return super().forward(c)
+
+    return Standardised(4)
+
+
+def standardised_bilip():
+    class Standardised(bilip.Flow):
+        def log_prob(self, x, context=None):
+            return super().log_prob(x / 100, context)
+
+    return Standardised(bilip.models.real_nvp(4), shape=(4,))
+
+
+def standardised_torch():
+    from torch.distributions import Normal, TransformedDistribution
+    from torch.distributions.transforms import AffineTransform
+
+    class Standardised(TransformedDistribution):
+        def log_prob(self, value):
+            return super().log_prob(value / 100)
+
+    return Standardised(Normal(torch.zeros(4), torch.ones(4)), [AffineTransform(0.0, 2.0)])
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [standardised_normflows, standardised_nflows, standardised_zuko, standardised_torch, standardised_bilip],
+    ids=lambda f: f.__name__,
+)
+def test_a_flow_that_overrides_its_map_is_not_taken_for_its_layers(flow):
+    with pytest.raises(InputError, match=r"defines its own \w+, which the layers of \w+ alone do not give"):
+        as_bijection(flow())
+
+
+def test_a_flow_with_a_loss_as_forward_is_its_layers():
+    normflows = pytest.importorskip("normflows")
+
+    class Trained(normflows.NormalizingFlow):
+        def forward(self, x):
+            return -self.log_prob(x).mean()
+
+    flow = Trained(normflows.distributions.DiagGaussian(4), [normflows.flows.Permute(4)])
+    x = torch.randn(3, 4)
+    assert torch.equal(as_bijection(flow)(x), flow.inverse(x))

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bilip.blocks import Checkerboard, Indices, Split, Streams
+from bilip.blocks import AdditiveCoupling, Checkerboard, Indices, Split, Streams
 from bilip.errors import PartitionError
+from bilip.nets import MLP
 
 
 @given(total=st.integers(2, 9), data=st.data())
@@ -65,3 +66,13 @@ def test_streams():
 def test_bad_partitions(make, says):
     with pytest.raises(PartitionError, match=says):
         make()
+
+
+@pytest.mark.parametrize("change", ["first", "second", "order"])
+def test_nothing_is_proved_with_indices_that_were_overwritten(change):
+    """As by `to_empty()`, which leaves buffers that no checkpoint holds."""
+    block = AdditiveCoupling(MLP(2, 2), Indices([0, 3], total=4))
+    assert block.bounds().forward > 1
+    getattr(block.partition, change).zero_()
+    with pytest.raises(PartitionError, match="no longer hold each of"):
+        block.bounds()

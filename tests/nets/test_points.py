@@ -9,7 +9,7 @@ from torch import nn
 
 from bilip.blocks import Residual
 from bilip.bounds import norms
-from bilip.nets import MLP, HeldLinear, activations, point_image
+from bilip.nets import MLP, Declared, HeldLinear, activations, point_image
 from bilip.nets.activations import ScaledSwish
 
 F64 = torch.float64
@@ -176,3 +176,41 @@ def test_softplus_above_its_threshold_is_charged_for_the_jump():
     assert float((value - act(torch.tensor([[19.0], [25.0]], dtype=F64))).abs().max()) <= float(error[1])
     block = Residual(nn.Sequential(HeldLinear(2, 4, coefficient=0.9), act, HeldLinear(4, 2, coefficient=0.9)).double())
     assert block.eval().inverse(torch.full((1, 2), 500.0, dtype=F64)).shape == (1, 2)
+
+
+class Coarse(nn.Module):
+    """sin(3.1 x) / 6.2 with fewer digits than it is given, on the way in, or everywhere."""
+
+    def __init__(self, inside, only_in):
+        super().__init__()
+        self.inside, self.only_in = inside, only_in
+
+    def forward(self, x):
+        given = x.to(self.inside).to(x.dtype) if self.only_in else x.to(self.inside)
+        return (0.5 * torch.sin(given * 3.1) / 3.1).to(x.dtype)
+
+
+class Clamped(nn.Module):
+    def forward(self, x):
+        return 0.5 * x.clamp(-1, 1)
+
+
+@pytest.mark.parametrize("only_in", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("inside", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_declared_net_is_charged_for_the_digits_in_which_it_computes(inside, dtype, only_in):
+    block = Residual(Declared(Coarse(inside, only_in), lipschitz=0.5))
+    z = torch.linspace(-50, 50, 401, dtype=F64)[:, None].to(dtype) + 0.0123
+    solution = block.solve(z)
+    x = solution.x.double()
+    for _ in range(100):
+        x = z.double() - 0.5 * torch.sin(x * 3.1) / 3.1
+    assert ((solution.x.double() - x).abs()[:, 0] <= solution.error_bound).all()
+
+
+def test_a_declared_net_with_all_digits_is_charged_for_no_fewer():
+    z = torch.linspace(-50, 50, 401, dtype=F64)[:, None]
+    exact = Residual(Declared(Coarse(F64, only_in=False), lipschitz=0.5))
+    flat = Residual(Declared(Clamped(), lipschitz=0.5))  # constant for most of them
+    assert exact.solve(z).error_bound.max() < 1e-11
+    assert flat.solve(z).error_bound.max() < 1e-11

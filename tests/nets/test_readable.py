@@ -294,3 +294,66 @@ def test_an_activation_switched_to_in_place_later_is_seen():
     block.t[1].inplace = True  # type: ignore[index]
     with pytest.raises(UnknownLipschitz, match="in place"):
         block.bounds()
+
+
+class Sloped(nn.LeakyReLU):
+    """The slope that acts is another than the one that is read."""
+
+    @property
+    def negative_slope(self):
+        return self.__dict__["slope"]
+
+    @negative_slope.setter
+    def negative_slope(self, value):
+        self.__dict__["slope"] = value
+
+
+class Loud(torch.Tensor):
+    """A weight whose products are not those of its numbers, as those of fewer bits are not."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        value = super().__torch_function__(func, types, args, kwargs or {})
+        return 100 * value if func is nn.functional.linear else value
+
+
+def with_weight(weight):
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def test_a_property_in_place_of_an_attribute_is_not_read():
+    with pytest.raises(UnknownLipschitz, match=r"Sloped\.negative_slope overridden"):
+        log_lipschitz(Sloped(0.1))
+
+
+def test_a_property_beside_the_attributes_is_harmless():
+    Sized = type("Sized", (nn.Linear,), {"size": property(lambda self: 4), "__module__": "mine"})
+    assert log_lipschitz(Sized(2, 2)) < 10
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (lambda: with_weight(torch.eye(2).as_subclass(Loud)), "class Loud"),
+        (lambda: with_weight(torch.eye(2).to_sparse()), "layout torch.sparse_coo"),
+        (lambda: nn.LazyLinear(2), "class UninitializedParameter|has hooks"),
+    ],
+)
+def test_weights_that_are_not_plain_numbers_are_not_read(layer, what):
+    for prove in (log_lipschitz, lambda net: blocks.AdditiveCoupling(net).bounds()):
+        with pytest.raises(UnknownLipschitz, match=what):
+            prove(layer())
+
+
+class Overwriting(nn.Module):
+    def forward(self, x):
+        return x.relu_()
+
+
+@pytest.mark.parametrize("block", [blocks.AdditiveCoupling, blocks.Residual])
+def test_a_net_that_overwrites_its_input_is_caught_where_it_acts(block):
+    x = -torch.ones(3, 4)
+    with pytest.raises(InputError, match="overwrites its input in place"):
+        block(Declared(Overwriting(), lipschitz=0.5))(x)

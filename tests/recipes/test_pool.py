@@ -74,3 +74,23 @@ def test_an_error_of_one_lets_the_others_save(tmp_path):
     with pytest.raises(BilipError, match="this one is wrong"):
         run(tmp_path, ["long", "wrong"])
     assert (tmp_path / "long").read_text() == "saved"
+
+
+def test_an_interrupt_of_the_first_process_alone_lets_the_others_save(tmp_path, monkeypatch):
+    """Ctrl-C in a terminal reaches all of them; `kill -INT` and a notebook reach one."""
+    monkeypatch.setattr("bilip.recipes.pool.GRACE", 0.1)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def end():
+        while not (tmp_path / "long").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, ["long"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "long").read_text() == "saved"

@@ -9,10 +9,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bilip.errors import InputError
-from bilip.nets.readable import changed, tampered
+from bilip.nets.readable import HARMLESS, changed, tampered
 
 __all__ = [
     "CONTEXT_NAMES",
@@ -24,6 +24,7 @@ __all__ = [
     "join_parts",
     "no_inverse",
     "patched_class",
+    "require_own_map",
     "split_parts",
 ]
 
@@ -47,19 +48,42 @@ def is_unchanged(model: object, *roots: str) -> bool:
     return tampered(model) is None and changed(type(model), own) is None
 
 
-def patched_class(model: object, *roots: str) -> str | None:
-    """A method of a class from these packages that was not written there, as the rest of a sentence; `None` if there is none."""
-    for kind in type(model).__mro__:
-        root = kind.__module__.split(".")[0]
-        for name, value in vars(kind).items() if root in roots else ():
-            function = getattr(
-                value, "__func__", getattr(value, "fget", value)
-            )  # of a method of the class, of a property
-            if isinstance(function, FunctionType):
+def patched_class(made: type, *roots: str) -> str | None:
+    """A method of a class, or an ancestor, from these packages that was not written there, as the rest of a sentence; `None` if
+    there is none.
+    """
+    for kind in made.__mro__:
+        if kind.__module__.split(".")[0] not in roots or kind is nn.Module:  # which `tampered` looks at
+            continue
+        for name, value in vars(kind).items():
+            # of a method of the class, of a property
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, FunctionType) and name not in HARMLESS:
                 home = str(function.__globals__.get("__name__")).split(".")[0]
-                if home not in (root, *_DECORATORS):
+                if home not in (*roots, *_DECORATORS):  # libraries add to the classes of torch
                     return f"has the method {name} of its class {kind.__name__} replaced"
     return None
+
+
+def require_own_map(model: object, names: Sequence[str], *roots: str) -> None:
+    """Raise where a flow overrides what its library's class computes: its layers alone are then another model.
+
+    Args:
+        model: The flow.
+        names: The methods that are the flow, as its users call it.
+        roots: The library.
+    """
+    changes = [name for name in names if name in getattr(model, "__dict__", ())]
+    for kind in type(model).__mro__:
+        if kind.__module__.split(".")[0] in roots:
+            break
+        changes += [name for name in names if name in vars(kind)]
+    if changes:
+        raise InputError(
+            f"{type(model).__name__} defines its own {changes[0]}, which the layers of {roots[0]} alone do not give, so bilip would "
+            "judge another model. Make what it adds a layer of the flow, or pass the whole map with "
+            "as_bijection(forward, inverse=..., log_det=...)."
+        )
 
 
 _DECORATORS = ("torch", "functools", "contextlib", "abc", "dataclasses", "typing")

@@ -45,7 +45,10 @@ def certified(net: nn.Module) -> nn.Module:
 def _block(block: Any) -> float:
     """Log of the constant of x + W2 act(W1 act(x))."""
     why = None
-    if block.use_batch_norm:
+    kind = type(block)
+    if kind.__name__ != "ResidualBlock" or not kind.__module__.endswith("nflows.nn.nets.resnet"):
+        why = f"a block of the class {kind.__module__}.{kind.__qualname__}"
+    elif block.use_batch_norm:
         why = "batch normalisation"
     elif block.dropout.p and block.dropout.training:
         why = "dropout in training mode: call .eval()"

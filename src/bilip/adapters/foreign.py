@@ -83,6 +83,10 @@ class Foreign(Bijection):
         """Shape of one context, for a twin that needs one."""
         return None
 
+    def helpers(self) -> tuple[object, ...]:
+        """Classes and objects that the module computes with, beside the modules in it."""
+        return ()
+
     def unproved(self, why: str = "its scale and its nets are not known to bilip") -> UnknownLipschitz:
         """The error for a block about which nothing can be proved."""
         return UnknownLipschitz(
@@ -179,10 +183,11 @@ class Foreign(Bijection):
         made = type(self.module if held is None else held)
         if made.__module__.split(".")[0] not in (*_LIBRARIES, "torch"):
             raise self.unproved(f"{made.__module__}.{made.__qualname__} is not a class of the library itself")
-        for part in (*self.module.modules(), held):
-            why = tampered(part) or patched_class(part, *_LIBRARIES)
+        for part in (*self.module.modules(), held, *self.helpers()):
+            kind = part if isinstance(part, type) else type(part)
+            why = (None if part is kind else tampered(part)) or patched_class(kind, *_LIBRARIES, "torch")
             if why is not None:
-                raise self.unproved(f"{type(part).__name__} inside it {why}")
+                raise self.unproved(f"{kind.__name__} inside it {why}")
         try:
             twin = self.twin()
         except InputError as error:  # no block can be built from its nets

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import comes_from, is_a, is_unchanged, no_inverse
+from bilip.adapters._inspect import comes_from, is_a, is_unchanged, no_inverse, require_own_map
 from bilip.adapters._residual_net import certified
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose
@@ -16,6 +16,8 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Indices, P
 __all__ = ["FAMILY", "NflowsBase", "NflowsBlock", "recognise"]
 
 FAMILY = ("nflows", "glasflow", "enflows", "flowcon")
+# What a flow is to its users.
+_MAPS = ("log_prob", "_log_prob", "sample", "_sample", "sample_and_log_prob", "transform_to_noise")
 _RESHAPING = ("SqueezeTransform", "MultiscaleCompositeTransform", "ReshapeTransform")
 
 
@@ -25,6 +27,7 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
         return None
     library = next(root for root in FAMILY if comes_from(model, root))
     if hasattr(model, "_transform") and hasattr(model, "_distribution"):
+        require_own_map(model, _MAPS, *FAMILY)
         embedding = getattr(model, "_embedding_net", None)
         embedding = None if isinstance(embedding, nn.Identity) else embedding
         blocks = list(_blocks(model._transform, embedding, library))

@@ -16,6 +16,7 @@ from bilip.adapters._inspect import (
     is_unchanged,
     join_parts,
     no_inverse,
+    require_own_map,
     split_parts,
 )
 from bilip.adapters._proofs import rearranged
@@ -37,15 +38,21 @@ from bilip.errors import InputError, NotInitialized
 __all__ = ["NormflowsBase", "NormflowsBlock", "NormflowsMultiscale", "recognise"]
 
 
+# What a flow is to its users; its `forward` may be anything, as a loss for data-parallel training.
+_MAPS = ("inverse", "inverse_and_log_det", "forward_and_log_det", "log_prob", "sample")
+
+
 def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base | None, str] | None:
     """A flow, a multi-scale flow with its list of latents, or one layer."""
     if not comes_from(model, "normflows"):
         return None
     if is_a(model, "MultiscaleFlow", "normflows"):
+        require_own_map(model, ("log_prob", "sample"), "normflows")
         block = NormflowsMultiscale(model)
         bijection = compose([block], shape)
         return bijection, NormflowsBase(model.q0, bijection, classes=bool(model.class_cond)), "normflows"
     if hasattr(model, "q0") and hasattr(model, "flows"):
+        require_own_map(model, _MAPS, "normflows")
         blocks = [block for layer in reversed(model.flows) for block in _blocks(layer)]
         if shape is None and not any(block.reshapes() for block in blocks):
             shape = _base_shape(model.q0)

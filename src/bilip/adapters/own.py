@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bilip.adapters._inspect import require_own_map
 from bilip.adapters.base import Base, FlowBase
 from bilip.blocks import Bijection, Chain, Flow
 
@@ -14,6 +15,7 @@ def recognise(model: object, shape: Sequence[int] | None) -> tuple[Bijection, Ba
     """A bijection as it is, the map and base of a flow, the trunk of a classifier."""
     base = None
     if isinstance(model, Flow):
+        require_own_map(model, ("log_prob", "sample"), "bilip")
         model, base = model.bijection, FlowBase(model)
     elif not isinstance(model, Bijection):
         model = getattr(model, "trunk", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import is_a, no_inverse
+from bilip.adapters._inspect import is_a, no_inverse, require_own_map
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose
 from bilip.adapters.torch_distributions import (
@@ -29,6 +29,7 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
         return compose(list(_blocks([model], reverse=False)), shape), None, "pyro"
     if not is_a(model, "ConditionalTransformedDistribution", "pyro"):
         return None
+    require_own_map(model, ("condition",), "pyro")
     blocks = list(_blocks(list(model.transforms), reverse=True))
     base = model.base_dist
     if is_a(base, "ConstantConditionalDistribution", "pyro"):

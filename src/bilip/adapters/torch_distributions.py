@@ -12,7 +12,7 @@ from torch.distributions.transforms import AffineTransform, ComposeTransform, In
 
 from bilip.adapters._diagonal import ShiftedDiagonal
 from bilip.adapters._holder import Holder, forget
-from bilip.adapters._inspect import comes_from, is_unchanged, no_inverse
+from bilip.adapters._inspect import comes_from, is_unchanged, no_inverse, require_own_map
 from bilip.adapters.base import Base, ForeignBase
 from bilip.adapters.foreign import Foreign, compose, reference
 from bilip.blocks import Bijection, Invert, Permutation
@@ -27,6 +27,7 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
     """A transform as it is; of a transformed distribution, which goes from base to data, the inverse."""
     library = "pyro" if comes_from(model, "pyro") else "zuko" if comes_from(model, "zuko") else "torch"
     if isinstance(model, TransformedDistribution):
+        require_own_map(model, ("log_prob", "sample", "rsample"), library, "torch", "pyro", "zuko")
         blocks = list(transform_blocks(list(model.transforms), reverse=True))
         if shape is None:
             shape = tuple(model.batch_shape + model.event_shape) or None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._inspect import is_a, is_unchanged
+from bilip.adapters._inspect import is_a, is_unchanged, require_own_map
 from bilip.adapters._proofs import Joint, rearranged
 from bilip.adapters._scales import SoftclipExpScale
 from bilip.adapters.base import Base, ForeignBase
@@ -43,6 +43,7 @@ def recognise_embedded(
         raise InputError(
             f"{type(model).__name__} of zuko is a distribution without a transform, so there is no inverse."
         )
+    require_own_map(model, ("forward",), "zuko")
     blocks = list(_blocks(model.transform, embedding))
     bijection = compose(blocks, _features(model) if shape is None else shape)
     return bijection, ZukoBase(model.base, bijection, embedding), "zuko"
@@ -104,6 +105,10 @@ class ZukoBlock(Foreign):
         module: Any = self.module
         width = module.hyper[0].weight.shape[-1] - int(module.mask.sum()) if _is_affine_coupling(module) else 0
         return (width,) if width else None
+
+    def helpers(self) -> tuple[object, ...]:
+        univariate = getattr(self.module, "univariate", None)
+        return (univariate,) if isinstance(univariate, type) else ()
 
     def twin(self) -> Bijection:
         module: Any = self.module

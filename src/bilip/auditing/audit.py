@@ -24,7 +24,7 @@ from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
-from bilip.errors import InputError, NotMeasured
+from bilip.errors import InputError, NotMeasured, said_by
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -236,7 +236,7 @@ def _unended() -> Iterator[None]:
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        raise InputError(f"{ENDED} ({type(error).__name__}: {error}).") from error
+        raise InputError(f"{ENDED} ({said_by(error)}).") from error
 
 
 def _require_numbers(subject: p.Subject) -> None:

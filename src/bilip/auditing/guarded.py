@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bilip.errors import BilipError, NotConverged, SolverFailed
+from bilip.errors import BilipError, NotConverged, SolverFailed, said_by
 
 __all__ = ["Outcome", "run_guarded"]
 
@@ -151,8 +151,8 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _one_line(error: BaseException) -> str:
     """The message of an exception; where it has none, the place that raised it."""
-    text = " ".join(str(error).split())
-    if text:
-        return f"{type(error).__name__}: {text}"
+    text = said_by(error)
+    if text != type(error).__name__:
+        return text
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {place.line}"

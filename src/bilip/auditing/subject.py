@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bilip.adapters import Adapted, Base, adapt
 from bilip.auditing.guarded import Call, Outcome, run_guarded
 from bilip.blocks import Bijection, Flow
-from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.errors import BilipError, InputError, NotMeasured, said_by
 
 __all__ = ["Subject"]
 
@@ -159,7 +159,7 @@ class Subject:
                 found = Subject(Adapted(bijection, self._base_in(dtype, bijection), self.library), self.name)
                 found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
-                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {error})"
+                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({said_by(error)})"
             self._twins[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
@@ -184,8 +184,11 @@ class Subject:
         held = [value for value in vars(self.base).values() if isinstance(value, nn.Module)] if self.base else []
         modes = {module: module.training for top in (self.bijection, *held) for module in top.modules()}
         try:
-            for top in (self.bijection, *held):
-                top.eval()
+            try:
+                for top in (self.bijection, *held):
+                    top.eval()
+            except Exception as error:
+                raise InputError(f"{self.name} cannot be put into evaluation mode: {said_by(error)}.") from error
             yield
         finally:
             for module, mode in modes.items():
@@ -228,6 +231,8 @@ class Subject:
         except NotImplementedError as error:
             raise InputError(f"{complaint}: NotImplementedError {error}".rstrip() + ".") from error
         fatal = ("TypeError", "KeyError", "AttributeError", "InverseNotAvailable", "RuntimeError")
+        if outcome.value.device != x.device:
+            raise InputError(f"{complaint}: it was given a batch on {x.device} and gave one on {outcome.value.device}.")
         if not bool(outcome.failed.all()):
             return outcome
         said = outcome.message[:300]

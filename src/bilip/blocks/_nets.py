@@ -48,7 +48,13 @@ def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) 
     turn = isinstance(net, ConvNet) and _faster_channels_last(x)
     if turn:
         x = x.contiguous(memory_format=torch.channels_last)
+    before = None if torch.compiler.is_compiling() or x.is_inference() else x._version
     value = net(x, context) if with_context and context is not None else net(x)
+    if before is not None and x._version != before:
+        raise InputError(
+            f"{type(net).__name__} overwrites its input in place, so the block around it is another map than it states, and its "
+            "input is lost. Compute out of place, as in x.relu() instead of x.relu_()."
+        )
     return value.contiguous() if turn else value
 
 

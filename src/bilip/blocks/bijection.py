@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from bilip.blocks._nets import first_parameter
+from bilip.blocks.partition import Partition
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BiLipschitz, BlockBound, Box
 from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets.certify import remembering
-from bilip.nets.readable import as_born, parametrized, tampered, unstated
+from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
 __all__ = ["FORMULAS", "Bijection"]
 
@@ -247,6 +248,8 @@ class Bijection(nn.Module):
                     overridden = unstated(type(thing), statements, root)
                     if overridden is not None:
                         why = f"has {overridden}, but inherits what was proved without it ({', '.join(statements)})"
+                if isinstance(thing, Partition):
+                    thing.require_sound()
                 if why is not None:
                     where = f" (at {name!r})" if name else ""
                     raise UnknownLipschitz(
@@ -256,6 +259,10 @@ class Bijection(nn.Module):
 
     def _require_finite(self) -> None:
         for name, value in (*self.named_parameters(), *self.named_buffers()):
+            if (odd := odd_tensor(value)) is not None:
+                raise UnknownLipschitz(
+                    f"{name!r} of {type(self).__name__} is {odd}, so no bound can be proved. Convert it to plain numbers first."
+                )
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise NonFiniteParameters(

@@ -25,6 +25,9 @@ class Partition(nn.Module):
     feature_dim: int = 1
     proof_methods: ClassVar[tuple[str, ...]] = ("split_box", "merge_box", "outputs_box")
 
+    def require_sound(self) -> None:
+        """Raise a `PartitionError` if its numbers were changed so that it is no partition any more."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         as_born(cls)
@@ -154,6 +157,16 @@ class Indices(Partition):
 
     def merge(self, x1: Tensor, x2: Tensor) -> Tensor:
         return torch.cat((x1, x2), self.dim).index_select(self.dim, self.order.to(x1.device))
+
+    def require_sound(self) -> None:
+        both = torch.cat((self.first, self.second))
+        if len(both) != self.total or not torch.equal(
+            both[self.order.clamp(0, len(both) - 1)], torch.arange(self.total).to(both)
+        ):
+            raise PartitionError(
+                f"{self}: its buffers no longer hold each of 0..{self.total - 1} once, with the order that puts them back, so nothing "
+                "can be proved. Were they left empty by to_empty()? Build the block anew."
+            )
 
     def extra_repr(self) -> str:
         return f"{len(self.first)} + {len(self.second)} of {self.total}, dim={self.dim}"

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from bilip.errors import BilipError, Stopped
+from bilip.errors import BilipError, Stopped, said_by
 
 __all__ = ["Stop", "door", "end"]
 
@@ -37,7 +37,8 @@ def door(verb: Callable[..., None]) -> Callable[..., None]:
     def guarded(**given: Any) -> None:
         shown = given.pop("traceback")
         try:
-            verb(**given)
+            with Stop():
+                verb(**given)
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except BaseException as error:
@@ -62,10 +63,10 @@ def _last_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):  # a folder that cannot be written, a disk that is full
         return f"{error.filename or 'the system says'}: {error.strerror or error}", 2
     if isinstance(error, SystemExit):  # no verb ends in this way
-        return f"the model ended the program (SystemExit: {error}). Remove the call of sys.exit", 2
+        return f"the model ended the program ({said_by(error)}). Remove the call of sys.exit", 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error) or type(error).__name__})", 2
-    return f"{type(error).__name__}: {error}. Nobody foresaw this: --traceback shows where it comes from", FAULT
+    return f"{said_by(error)}. Nobody foresaw this: --traceback shows where it comes from", FAULT
 
 
 def end(text: str, code: int) -> NoReturn:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bilip.errors import BilipError, InputError
+from bilip.errors import BilipError, InputError, said_by
 
 if TYPE_CHECKING:
     from bilip.adapters import Adapted
@@ -61,7 +61,7 @@ def load_model(target: str, device: str | None = None) -> Adapted:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error!s:.300}".rstrip(".: ")
+    return said_by(error).rstrip(".: ")
 
 
 def _import(target: str) -> object:

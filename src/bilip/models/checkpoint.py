@@ -62,6 +62,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
         'Chain'
     """
     safetensors = _safetensors()
+    target = _folder(folder)
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"save: expected a model built by bilip.models, got {type(model).__name__}.")
     if isinstance(model, Flow) and not hasattr(model, "config") and model.base == "normal":
         model = flow(model.bijection)
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
@@ -70,8 +73,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
     text = seal((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     metadata = {"format": "pt", "bilip": json.dumps(document, allow_nan=False)}
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
     # The weights first: a folder with new weights and an old config fails to load; it never loads as something else.
     write_aside(target / "model.safetensors", seal(safetensors.save(state, metadata=metadata)))
     write_aside(target / "config.json", text)
@@ -86,7 +91,7 @@ def load(folder: str | Path) -> Any:
         CheckpointError: A file is missing, truncated, foreign, damaged, or does not fit the model.
     """
     safetensors = _safetensors()
-    source = Path(folder)
+    source = _folder(folder)
     document, weights = _read_config(source / "config.json"), source / "model.safetensors"
     data = read_file(weights, most=MOST_WEIGHTS, error=CheckpointError, missing=MISSING)
     header = read_header(
@@ -114,6 +119,13 @@ def load(folder: str | Path) -> Any:
     except Exception as error:
         raise CheckpointError(f"{weights} is not a readable safetensors file ({error!s:.300}). {ADVICE}") from error
     return model
+
+
+def _folder(folder: str | Path) -> Path:
+    try:
+        return Path(folder)
+    except TypeError as error:
+        raise CheckpointError(f"expected the name of a folder, got {type(folder).__name__}.") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class Declared(nn.Module):
         net: The module, called as `net(x)` or `net(x, context)`.
         lipschitz: An upper bound on $|net(x) - net(x')| / |x - x'|$ for every context.
         error: An upper bound on how far a computed `net(x)` lies from the exact value, in length: a number, or a function of the
-            batch `x` that gives one for each sample. By default the net is charged for rounding in the dtype of the block it is in:
+            batch `x` that gives one for each sample. By default the net is charged for rounding in the dtype of the block it is in,
+            or in the coarser one in which it visibly computes:
             $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight.
 
     Example:
@@ -473,21 +474,24 @@ class _Stated:
                 )
             return image, found.nan_to_num(math.inf, math.inf)
         copied = double_twin(self.net).to(value.device)
-        image = (copied(value) if context is None else copied(value, context)).double()
+
+        def act(x: Tensor) -> Tensor:
+            return (copied(x) if context is None else copied(x, context)).double()
+
+        image = act(value)
         log = self.log_lipschitz()
         constant = math.exp(log) * (1 + 1e-15) if log < 700 else math.inf
-        own = self._own_error(value, image, constant, dtype)
+        stated = isinstance(self.layer, Declared) and self.layer.error is not None
+        own = self._own_error(value, image, constant, dtype, 0.0 if stated else _coarseness(act, value, image, dtype))
         return image, torch.where(error > 0, constant * error, 0.0) + own
 
-    def _own_error(self, x: Tensor, image: Tensor, constant: float, dtype: torch.dtype) -> Tensor:
+    def _own_error(self, x: Tensor, image: Tensor, constant: float, dtype: torch.dtype, coarseness: float) -> Tensor:
         stated = self.layer.error if isinstance(self.layer, Declared) else None
         if callable(stated):
             return torch.as_tensor(stated(x)).to(norms(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
         if stated is not None:
             return norms(x).new_full((len(x),), _vouched("Declared.error", stated))
-        eps = torch.finfo(dtype).eps
-        if _computed_in_float32(image):
-            eps = max(eps, torch.finfo(torch.float32).eps)
+        eps = max(torch.finfo(dtype).eps, coarseness)
         row = max((p[0].numel() for p in self.net.parameters() if p.ndim > 1 and len(p)), default=1)
         return (16 + row) * eps * (1 + norms(image) + constant * norms(x))
 
@@ -495,10 +499,27 @@ class _Stated:
         return None
 
 
-def _computed_in_float32(value: Tensor) -> bool:
-    """Whether float64 numbers have no more digits than float32 gives; a few round ones say nothing."""
-    some = value[value != 0]
-    return bool((some.float().double() == some).all() and not (some.bfloat16().double() == some).all())
+def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype: torch.dtype) -> float:
+    """The unit of rounding in which a function of float64 numbers visibly computes; 0 if it keeps the digits of `dtype`.
+
+    A function that rounds to fewer digits, on its way in or out, does not see a step below them: its value stays the same to the last
+    bit for most entries that a larger step moves.
+    """
+    generator = torch.Generator().manual_seed(0)
+    turn = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) / 2
+
+    def change(step: float) -> Tensor:
+        return (act(x * (1 + step * turn)) - image).abs()
+
+    alive = change(2.0**-4) > 2.0**-13 * image.abs()  # where float64 would see every step below
+    if not bool(alive.any()):  # out of range, perhaps: looked at where numbers are of the size of 1
+        x, image = turn, act(turn)
+        alive = change(2.0**-4) > 2.0**-13 * image.abs()
+    for step, coarse in ((2.0**-21, torch.bfloat16), (2.0**-36, torch.float32)):
+        eps = torch.finfo(coarse).eps
+        if eps > torch.finfo(dtype).eps and 2 * int((change(step)[alive] > 0).sum()) < int(alive.sum()):
+            return eps
+    return 0.0
 
 
 @functools.singledispatch

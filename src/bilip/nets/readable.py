@@ -1,8 +1,9 @@
 """Whether an object computes what its class says: the one place that decides if a proof may read it.
 
 A bound is proved about a class: `nn.ReLU`, `AffineCoupling`. It speaks about an object only if nothing was changed on the way:
-no hooks, no method replaced on the object or on its class, and no subclass that overrides a method and keeps what was
-proved about the original. Nets, blocks, their partitions and scales, and foreign modules all pass here.
+no hooks, no method replaced on the object or on its class, no subclass that overrides a method and keeps what was
+proved about the original, and weights that are plain tensors, whose products are what torch says. Nets, blocks, their partitions and
+scales, and foreign modules all pass here.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Iterable
 from types import FunctionType
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
 
-__all__ = ["as_born", "changed", "parametrized", "tampered", "unstated"]
+__all__ = ["HARMLESS", "as_born", "changed", "odd_tensor", "parametrized", "tampered", "unstated"]
 
 # Names that a subclass may define without changing what is computed.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         *(
             "__init__",
@@ -115,6 +117,9 @@ def tampered(thing: object) -> str | None:
         compiled = thing._compiled_call_impl
         if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != thing._call_impl:
             return "has its method _compiled_call_impl replaced"
+        for name, value in (*thing._parameters.items(), *thing._buffers.items(), *vars(thing).items()):
+            if isinstance(value, Tensor) and (odd := odd_tensor(value)) is not None:
+                return f"holds as {name} {odd}"
     methods = _methods(kind)
     for name in getattr(thing, "__dict__", ()):
         if name in methods:
@@ -124,6 +129,20 @@ def tampered(thing: object) -> str | None:
             if vars(ancestor).get(name) is not value:
                 return f"has the method {name} of its class {ancestor.__name__} replaced"
     return None
+
+
+def odd_tensor(value: Tensor) -> str | None:
+    """What keeps a tensor from being plain numbers, which act as they are stored; `None` if nothing does.
+
+    A tensor of a class of its own, as weights of fewer bits are, may multiply otherwise than its numbers say.
+
+    Example:
+        >>> odd_tensor(torch.ones(2)), odd_tensor(torch.ones(2).to_sparse())
+        (None, 'a tensor of layout torch.sparse_coo')
+    """
+    if type(value) not in (Tensor, nn.Parameter):
+        return f"a tensor of class {type(value).__name__}"
+    return None if value.layout is torch.strided else f"a tensor of layout {value.layout}"
 
 
 def parametrized(module: nn.Module) -> str | None:
@@ -160,13 +179,20 @@ def changed(kind: type, count: int, stated: Iterable[str] = ()) -> str | None:
         if part.__module__.split(".")[0] == "bilip":
             continue
         for name, value in vars(part).items():
-            if name in _HARMLESS or name in stated:
+            if name in HARMLESS or name in stated:
                 continue
             before = next((vars(later)[name] for later in order[k + 1 :] if name in vars(later)), None)
             special = name.startswith("__") and name.endswith("__")
             if (special and callable(value)) or (before is not None and (_is_method(before) or _is_method(value))):
                 return f"{part.__name__}.{name}"
+            if hasattr(type(value), "__set__") and any(name in _set_by(later) for later in order[k + 1 :]):
+                return f"{part.__name__}.{name}"  # a property in place of an attribute
     return None
+
+
+def _set_by(kind: type) -> tuple[str, ...]:
+    """Names that the constructor of a class speaks of, those of the attributes that it sets among them."""
+    return getattr(getattr(vars(kind).get("__init__"), "__code__", None), "co_names", ())
 
 
 def unstated(kind: type, statements: Iterable[str], root: type) -> str | None:

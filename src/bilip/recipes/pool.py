@@ -16,6 +16,7 @@ from bilip.errors import BilipError, Stopped
 
 __all__ = ["side_by_side"]
 
+GRACE = 5.0  # seconds after Ctrl-C in which pieces may end by themselves, before they are asked to
 Do = Callable[[Any, Callable[[str, float], None]], None]
 
 
@@ -71,8 +72,9 @@ def side_by_side(
                         "Run the command again: it goes on from the last checkpoint. --jobs 1 needs less at once."
                     )
     except KeyboardInterrupt:
-        for process in running.values():  # they were interrupted too, and save
-            process.join(timeout=60)
+        end = time.monotonic() + GRACE
+        for process in running.values():  # by a terminal they were interrupted too, and save
+            process.join(timeout=max(0.0, end - time.monotonic()))
         raise
     finally:
         _on_sigterm(before)

@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -108,7 +109,7 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
     target = Path(path)
     if not target.name:
         raise InputError(f"cannot write {str(path)!r}: expected the name of a file.")
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")  # no other writer's
     try:
         if target.exists() and not target.is_file() and not target.is_dir():  # a pipe or a device is no file to replace
             _write_through(target, data)

@@ -14,7 +14,7 @@ from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.region import Region
 from bilip.auditing.probes.route import Judgement, Route
 from bilip.auditing.round_trip import norms
-from bilip.errors import NotMeasured
+from bilip.errors import NotMeasured, said_by
 
 __all__ = ["METHODS", "Hunt", "Method"]
 
@@ -99,9 +99,7 @@ def ascend(hunt: Hunt, gradient: Callable[[Tensor, int], Tensor]) -> None:
                 g = gradient(x, k)
             except Exception as error:  # models refuse gradients in any way they like
                 if k == 0:
-                    raise NotMeasured(
-                        f"no gradient ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-                    ) from error
+                    raise NotMeasured(f"no gradient ({said_by(error, 200)})") from error
                 g = torch.full_like(x, torch.nan)
             flat = g.flatten(1)
             lost = ~torch.isfinite(flat).all(1) | (flat == 0).all(1)

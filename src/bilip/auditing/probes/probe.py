@@ -14,7 +14,7 @@ from bilip.auditing.budget import Budget
 from bilip.auditing.looks import Looks
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source, as_source
-from bilip.errors import InputError, NotMeasured
+from bilip.errors import InputError, NotMeasured, said_by
 from bilip.record import Measurement, Quantity
 
 __all__ = ["PROBES", "SCOPES", "Finding", "Probe", "Progress", "Task"]
@@ -144,7 +144,7 @@ class Probe(ABC):
             except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
                 raise
             except BaseException as error:  # one probe that a model defeats, also by sys.exit, does not lose the others
-                text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                text = said_by(error)
                 reason = text if isinstance(error, Exception) else f"{ENDED} ({text})"
                 found = Measurement(self.name, source.name, reason=reason)
         found = found if isinstance(found, Finding) else Finding(found)
