@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip.reversible.kinks import unseen
+
 __all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 
 ROWS, PLACES = (
@@ -46,12 +48,14 @@ class Fingerprint:
         """What the block adds to the hash."""
         return self.block * BLOCK & 0x7FFFFFFF
 
+    @unseen
     def of(self, x: Tensor) -> Print:
         """The fingerprint of a state on the way there."""
         fused = kernels(x)
         scale = (scales if fused is None else fused.scales)(x.flatten(1))
         return Print(self, scale, self.sums(x, scale))
 
+    @unseen
     def sums(self, x: Tensor, scale: Tensor) -> Tensor:
         """The two sums of each sample, given the scales of the coordinates: shape `(batch, 2)`."""
         flat, fused = x.flatten(1), kernels(x)
@@ -91,6 +95,7 @@ class Print:
         """The same sums of the state that was recovered."""
         return self.fingerprint.sums(x, self.scale)
 
+    @unseen
     def reach(self, x: Tensor, grad: Tensor) -> Tensor:
         """How much the loss of each sample moves with a state: the norm of its gradient, each entry in the unit that drift has there."""
         fused = kernels(x)

@@ -8,16 +8,20 @@ the true one. `Signs` keeps the sides of the forward pass and puts the backward 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Signs"]
+__all__ = ["Signs", "unseen"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Signs:
@@ -44,6 +48,17 @@ class Signs:
     def replay(self, k: int) -> contextlib.AbstractContextManager[object]:
         """What runs inside stands on the sides that unit `k` had; a call of another shape than then stands where it stands."""
         return _Replaying(list(self.sides.get(k, ())))
+
+
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, whose absolute values and clamps are no activations of the model: neither recorded nor replayed."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Watching(TorchFunctionMode, ABC):
