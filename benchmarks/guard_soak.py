@@ -408,7 +408,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     args = parser.parse_args()
 
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), len(known(args.rows, args.seed, args.models))
     rows = run(args.seed, args.models, args.jobs, args.rows)
     found = summary(rows)
     kinds = {
@@ -428,6 +428,7 @@ def main() -> int:
         "environment": environment(),
         "torch": {version: sum(r["torch"] == version for r in rows) for version in sorted({r["torch"] for r in rows})},
         "seconds": round(time.perf_counter() - begin, 1),
+        "kept_from_earlier_runs": before,
         "summary": found,
         "activations": {name: summary(some) for name, some in kinds.items()},
         "families": {name: summary([r for r in rows if r["family"] == name]) for name in FAMILIES},
