@@ -1,7 +1,7 @@
 """Is a verdict of the audit right? A zoo of flows of six libraries, trained, some broken on purpose, whose truth is computed apart.
 
-Each flow is a task of its own: it is trained, the truth of each use is found (`flow_zoo/truth.py`, which does not import bilip's audit), and
-it is audited at `quick` and at `standard` with the six probes that decide verdicts. Results are kept flow by flow, so that a run can be
+Each flow is a task of its own: it is trained, it is audited at `quick` and at `standard` with the six probes that decide verdicts, and
+the truth of each use is found (`flow_zoo/truth.py`, which imports nothing of bilip). Results are kept flow by flow, so that a run can be
 stopped and taken up again; trained weights lie beside them.
 
     OMP_NUM_THREADS=1 python benchmarks/verdicts.py --jobs 2 --out results/verdicts
@@ -22,18 +22,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import flow_zoo.defects  # noqa: F401 - enters the planted ones
 import torch
+from torch import Tensor
+
+import bilip
+import flow_zoo.defects  # noqa: F401 - enters the planted ones
+from bilip.auditing.verdicts import judge
+from bilip.errors import BilipError
+from bilip.record import environment, write_json
 from flow_zoo.data import read_images
 from flow_zoo.flows import FLOWS, Spec, train
 from flow_zoo.truth import LIMITS, SAMPLES, other_sources, truth
 from flow_zoo.views import View
-from torch import Tensor
-
-import bilip
-from bilip.auditing.verdicts import judge
-from bilip.errors import BilipError
-from bilip.record import environment, write_json
 
 PROBES = ["consistency", "reconstruction", "likelihood", "log_det", "sampling", "gradient_angle"]
 GIVEN = 25_600  # samples that an audit may read

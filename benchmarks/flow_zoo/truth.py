@@ -376,11 +376,12 @@ class Judge:
         if not self.view.random:
             with torch.no_grad():
                 return float(self.wide.encode(x, context)[1]), 0.0
-        many = x.expand(64, *x.shape[1:]).clone()
-        given = None if context is None else context.expand(64, -1)
-        found = torch.cat([self.wide.encode(many, given)[1].detach() for _ in range(32)])
+        rows, calls = (4096 if x[0].numel() <= 16 else 256), 16
+        many = x.expand(rows, *x.shape[1:]).clone()
+        given = None if context is None else context.expand(rows, -1)
+        found = torch.stack([self.wide.encode(many, given)[1].detach().mean() for _ in range(calls)])
         # rows of one call share how many terms of a series are summed: calls are what is independent
-        return float(found.mean()), float(found.reshape(32, 64).mean(1).std() / math.sqrt(32))
+        return float(found.mean()), float(found.std() / math.sqrt(calls))
 
     # ---- is it a function?
 
