@@ -91,7 +91,13 @@ def _told(verdict: Any) -> dict[str, Any]:
 
 
 def examine(
-    name: str, folder: Path, *, steps: int | None = None, samples: int = SAMPLES, given: int = GIVEN
+    name: str,
+    folder: Path,
+    *,
+    steps: int | None = None,
+    samples: int = SAMPLES,
+    given: int = GIVEN,
+    seconds: float = 130.0,
 ) -> dict[str, Any]:
     """All about one flow, stage by stage; each is written when it is done, and not repeated."""
     spec, place = FLOWS[name], folder / f"{name}.json"
@@ -114,7 +120,7 @@ def examine(
             write_json(place, found)
     if "truth" not in found:
         started = time.monotonic()
-        found["truth"] = _rounded(truth(spec, view, samples=samples))
+        found["truth"] = _rounded(truth(spec, view, samples=samples, seconds=seconds))
         found["truth_seconds"] = round(time.monotonic() - started, 1)
         write_json(place, found)
     return found
@@ -150,7 +156,7 @@ def _work(name: str, args: argparse.Namespace) -> None:
     if args.seeds:
         repeated(name, args.out, args.seeds, steps=args.steps)
     else:
-        examine(name, args.out, steps=args.steps, samples=args.samples)
+        examine(name, args.out, steps=args.steps, samples=args.samples, seconds=args.truth_seconds)
 
 
 def run(names: Iterable[str], args: argparse.Namespace) -> None:
@@ -368,6 +374,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=0, help="audit each flow so many times at quick, with other seeds")
     parser.add_argument("--data", type=Path, help="real images for the sets of 784 dimensions, .npy or .npz")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples behind each truth")
+    parser.add_argument("--truth-seconds", type=float, default=130.0, help="time for the truth of one flow, roughly")
     parser.add_argument("--steps", type=int, help="fewer steps of training, to try something")
     parser.add_argument("--list", action="store_true", help="list the zoo")
     parser.add_argument("--summary", action="store_true", help="write summary.json and summary.md from what is there")

@@ -86,7 +86,7 @@ def train(spec: Spec, *, steps: int | None = None, seconds: float = 120.0) -> tu
         view.log_prob(x[: spec.batch], None if context is None else context[: spec.batch])
     weights = [p for p in view.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=spec.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, spec.rate, total_steps=max(planned, 2), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, spec.rate, total_steps=max(planned, 30), pct_start=0.1)
     started, lost, row, done, loss = time.monotonic(), 0, 0, 0, torch.tensor(torch.nan)
     for done in range(1, planned + 1):  # noqa: B007 - stated below
         rows = torch.randint(0, len(x), (spec.batch,))
@@ -220,7 +220,7 @@ flow("nflows-multiscale-64", "multi-scale, affine coupling", "small images", ste
     lambda: nflows_multiscale(8, 3, 16)
 )
 flow("nflows-rqs-784", "spline", "flat images", steps=150, batch=64, cost=300)(
-    lambda: nflows_coupling("rqs", 784, 4, 128, tails="linear", tail_bound=3.0, num_bins=6)
+    lambda: nflows_coupling("rqs", 784, 2, 128, tails="linear", tail_bound=3.0, num_bins=4)
 )
 flow("nflows-affine-784", "affine coupling", "flat images", steps=400, batch=128, cost=200)(
     lambda: nflows_coupling("affine", 784, 6, 256)

@@ -408,7 +408,9 @@ class Judge:
     def gradients(self, x: Tensor, context: Context, batches: int, seconds: float) -> dict[str, Any] | None:
         """Angles between stored gradients and those with activations recomputed from outputs, block by block, as the model runs."""
         end, angles = time.monotonic() + seconds, []
-        view = copy.deepcopy(self.view).requires_grad_(True)
+        view = copy.deepcopy(self.view)
+        for weight in view.parameters():
+            weight.requires_grad_(weight.is_floating_point())  # FrEIA keeps permutations as parameters
         for k in range(batches):
             rows = slice(32 * k, 32 * k + 32)
             given = None if context is None else context[rows]
