@@ -98,6 +98,7 @@ def examine(
     samples: int = SAMPLES,
     given: int = GIVEN,
     seconds: float = 130.0,
+    budgets: Iterable[str] = tuple(LIMITS),
 ) -> dict[str, Any]:
     """All about one flow, stage by stage; each is written when it is done, and not repeated."""
     spec, place = FLOWS[name], folder / f"{name}.json"
@@ -114,7 +115,7 @@ def examine(
         "training": about,
         "environment": environment(),
     }
-    for budget in LIMITS:
+    for budget in budgets:
         if budget not in found.setdefault("audits", {}):
             found["audits"][budget] = audited(spec, view, budget, given=given)
             write_json(place, found)
@@ -267,7 +268,7 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def summary(folder: Path) -> dict[str, Any]:
     """The tables, from the files of a folder."""
     flows = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json")) if p.name != "summary.json"]
-    flows = [f for f in flows if "truth" in f and set(f["audits"]) == set(LIMITS)]
+    flows = [f for f in flows if "truth" in f]
     rows = [row for found in flows for row in compare(found)]
     table: dict[str, Any] = {}
     for budget in LIMITS:
@@ -298,7 +299,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "table": table,
         "wrong": [r for r in rows if r["outcome"] in (*WRONG, "not measured")],
         "seconds": {
-            budget: {f["name"]: f["audits"][budget]["seconds"] for f in flows if "seconds" in f["audits"][budget]}
+            budget: {f["name"]: f["audits"][budget]["seconds"] for f in flows if budget in f["audits"]}
             for budget in LIMITS
         },
         "seeds": steadiness(folder),
@@ -365,6 +366,17 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _fill(page: Path, text: str) -> None:
+    """Put the tables between the marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- verdicts -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (begin and end):
+        raise SystemExit(
+            f"--docs {page}: expected the lines <!-- verdicts --> and <!-- end -->, with the tables between them."
+        )
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/verdicts"), help="folder of the results")
@@ -378,6 +390,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="fewer steps of training, to try something")
     parser.add_argument("--list", action="store_true", help="list the zoo")
     parser.add_argument("--summary", action="store_true", help="write summary.json and summary.md from what is there")
+    parser.add_argument("--docs", type=Path, help="with --summary: a page whose tables are written anew")
     args = parser.parse_args()
     wanted = args.only or ["*"]
     names = [n for n in FLOWS if any(fnmatch.fnmatch(n, pattern) for pattern in wanted)]
@@ -393,6 +406,8 @@ def main() -> None:
         found = summary(args.out)
         write_json(args.out / "summary.json", found)
         (args.out / "summary.md").write_text(markdown(found), encoding="utf-8")
+        if args.docs:
+            _fill(args.docs, markdown(found))
         print(markdown(found))
         return
     args.out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     pytest.importorskip("nflows")
     place = tmp_path_factory.mktemp("verdicts")
     for name in (PLANTED, SOUND):
-        verdicts.examine(name, place, steps=10, samples=6400, given=6400)
+        verdicts.examine(name, place, steps=10, samples=1024, given=700, budgets=["quick"])
     return place
 
 
@@ -27,12 +27,22 @@ def test_a_sound_flow_and_a_broken_one_are_judged_as_they_are(folder):
     found = verdicts.summary(folder)
     assert found["flows"] == 2
     assert found["planted"] == 1
-    for budget in ("quick", "standard"):
-        here = found["table"][budget]["all"]
-        assert (here["false_safe"], here["called_unsafe"]) == (0, 0)
-        assert here["safe"] >= 8
-        assert here["unsafe"] >= 2  # the planted inverse: inversion and sampling
-    assert "| standard | all |" in verdicts.markdown(found)
+    here = found["table"]["quick"]["all"]
+    assert (here["false_safe"], here["called_unsafe"]) == (0, 0)
+    assert here["safe"] >= 8
+    assert here["unsafe"] >= 2  # the planted inverse: inversion and sampling
+    assert "| quick | all |" in verdicts.markdown(found)
+
+
+def test_the_page_is_filled_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- verdicts -->\nold\n<!-- end -->\nafter\n")
+    verdicts._fill(page, "new\n")
+    verdicts._fill(page, "newer\n")
+    assert page.read_text() == "before\n<!-- verdicts -->\n\nnewer\n\n<!-- end -->\nafter\n"
+    (tmp_path / "bare.md").write_text("nothing")
+    with pytest.raises(SystemExit, match="expected the lines"):
+        verdicts._fill(tmp_path / "bare.md", "new")
 
 
 def test_a_finished_flow_is_not_repeated(folder, monkeypatch):
@@ -40,8 +50,8 @@ def test_a_finished_flow_is_not_repeated(folder, monkeypatch):
     monkeypatch.setattr(verdicts, "truth", None)
     monkeypatch.setattr(verdicts, "train", None)
     before = json.loads((folder / f"{SOUND}.json").read_text())
-    assert verdicts.examine(SOUND, folder)["truth"] == before["truth"]
-    assert verdicts._done(SOUND, SimpleNamespace(out=folder, seeds=0))
+    assert verdicts.examine(SOUND, folder, budgets=["quick"])["truth"] == before["truth"]
+    assert not verdicts._done(SOUND, SimpleNamespace(out=folder, seeds=0))  # standard is still to do
 
 
 def test_verdicts_over_seeds_are_counted(folder):

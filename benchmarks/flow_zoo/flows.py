@@ -109,7 +109,7 @@ def train(spec: Spec, *, steps: int | None = None, seconds: float = 120.0) -> tu
         "steps": done,
         "planned": planned,
         "lost_steps": lost,
-        "loss": float(loss),
+        "loss": float(loss.detach()),
         "seconds": round(time.monotonic() - started, 1),
     }
     return view, about
