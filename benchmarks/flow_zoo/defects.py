@@ -101,8 +101,9 @@ def batch_statistics(view: View) -> View:
     class BatchStatistics(_transform()):
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             y, log_det = self.inner(inputs, context=context)
-            self.mean, self.scale = y.mean(0), y.std(0) + 1e-3
-            return (y - self.mean) / self.scale, log_det - self.scale.log().sum()
+            mean, scale = y.mean(0), y.std(0) + 1e-3
+            self.mean, self.scale = mean.detach(), scale.detach()
+            return (y - mean) / scale, log_det - scale.log().sum()
 
         def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             x, log_det = self.inner.inverse(inputs * self.scale + self.mean, context=context)
