@@ -52,7 +52,7 @@ def trained(spec: Spec, folder: Path, steps: int | None = None) -> tuple[View, d
         torch.manual_seed(0)
         view = spec.build()
         view.load_state_dict(kept["weights"])
-        view.eval().requires_grad_(False)
+        view.eval()
         return spec.plant(view), kept["about"]
     view, about = train(spec, steps=steps)
     place.parent.mkdir(parents=True, exist_ok=True)

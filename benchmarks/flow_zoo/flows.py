@@ -103,7 +103,7 @@ def train(spec: Spec, *, steps: int | None = None, seconds: float = 120.0) -> tu
         schedule.step()
         if row == 10 or time.monotonic() - started > seconds:
             break
-    view.eval().requires_grad_(False)
+    view.eval()
     view.settle()
     about = {
         "steps": done,

@@ -487,7 +487,11 @@ def _angle(view: View, x: Tensor, context: Context) -> float | None:
     count = len(x)
     z, log_det = view.encode(x.clone(), context)
     loss = (0.5 * z.flatten(1).square().sum(1) - log_det).mean()
+    if not loss.requires_grad:  # zuko's CNF lets gradients through in training mode only
+        return None
     parts = torch.autograd.grad(loss, weights, allow_unused=True)
+    if all(g is None for g in parts):
+        return None
     stored = [torch.zeros_like(p) if g is None else g for p, g in zip(weights, parts, strict=True)]
     if not all(bool(torch.isfinite(g).all()) for g in stored):
         return None
