@@ -104,7 +104,6 @@ def train(spec: Spec, *, steps: int | None = None, seconds: float = 120.0) -> tu
         if row == 10 or time.monotonic() - started > seconds:
             break
     view.eval()
-    view.settle()
     about = {
         "steps": done,
         "planned": planned,

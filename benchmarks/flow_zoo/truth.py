@@ -65,6 +65,7 @@ def other_sources(x: Tensor, context: Context, seed: int) -> dict[str, tuple[Ten
 
 def reference(view: View) -> View:
     """A float64 copy; nets that compute in fewer bits on their own compute as they were meant to."""
+    view.settle()
     twin = copy.deepcopy(view).double().eval()
     for module in twin.modules():
         if hasattr(module, "exact"):
@@ -408,6 +409,7 @@ class Judge:
     def gradients(self, x: Tensor, context: Context, batches: int, seconds: float) -> dict[str, Any] | None:
         """Angles between stored gradients and those with activations recomputed from outputs, block by block, as the model runs."""
         end, angles = time.monotonic() + seconds, []
+        self.view.settle()
         view = copy.deepcopy(self.view)
         for weight in view.parameters():
             weight.requires_grad_(weight.is_floating_point())  # FrEIA keeps permutations as parameters

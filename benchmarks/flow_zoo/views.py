@@ -67,7 +67,7 @@ class View(nn.Module):
         return self.base_log_prob(z, context) + log_det
 
     def settle(self) -> None:
-        """Called after training."""
+        """Called before the model is copied."""
 
     def audited(self) -> Any:
         """What a user hands to `bilip.audit`."""
@@ -218,9 +218,10 @@ class Pyro(View):
         self.register_buffer("modes", modes)
 
     def settle(self) -> None:
-        for part in self._parts():  # caches hold the last batch with its graph, and cannot be copied
-            part._cached_x_y = (None, None)
-            for name in [n for n in vars(part) if n.startswith("_cached_log")]:
+        for part in [*self._parts(), *self.modules()]:  # caches hold the last batch with its graph: not to be copied
+            if hasattr(part, "_cached_x_y"):
+                part._cached_x_y = (None, None)
+            for name in [n for n in vars(part) if n.startswith("_cache") and isinstance(getattr(part, n), Tensor)]:
                 setattr(part, name, None)
 
     def _parts(self) -> list[Any]:
