@@ -232,6 +232,74 @@ def test_the_log_likelihood_is_held_against_a_better_computed_one():
     assert m["worst_log_prob"] - m["worst_reference"] == pytest.approx(0.08, abs=1e-4)
 
 
+def test_a_model_that_keeps_the_graph_of_its_last_call_has_a_reference():
+    class Keeps(bilip.Bijection):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor([0.1, -0.2]))
+            self.last = None, None
+
+        def forward(self, x, context=None):
+            z = x * self.log_scale.exp()
+            if torch.is_grad_enabled():
+                self.last = x, z
+            return z
+
+        def inverse(self, z, context=None):
+            return z / self.log_scale.exp()
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), self.log_scale.sum().expand(len(x))
+
+        def inverse_and_log_det(self, z, context=None):
+            return self.inverse(z), -self.log_scale.sum().expand(len(z))
+
+    model, x = Keeps(), torch.randn(1000, 2, generator=torch.Generator().manual_seed(1))
+    model(x).sum().backward()  # as training leaves it
+    assert not model.last[1].is_leaf
+    found = statuses(audit(bilip.Flow(model, shape=(2,)), x))
+    assert found["likelihood"] == found["sampling"] == "safe"
+
+
+class HalfInside(nn.Module):
+    """A net that multiplies in float16 and gives back what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return torch.tanh(x.half() @ self.weight.half()).to(x.dtype)
+
+
+def test_a_net_that_computes_in_fewer_bits_leaves_no_reference():
+    class Coupling(bilip.Bijection):
+        def __init__(self):
+            super().__init__()
+            self.net = HalfInside()
+
+        def forward(self, x, context=None):
+            a, b = x.chunk(2, 1)
+            return torch.cat((a, b * self.net(a).exp()), 1)
+
+        def inverse(self, z, context=None):
+            a, b = z.chunk(2, 1)
+            return torch.cat((a, b / self.net(a).exp()), 1)
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), self.net(x.chunk(2, 1)[0]).sum(1)
+
+        def inverse_and_log_det(self, z, context=None):
+            return self.inverse(z), -self.net(z.chunk(2, 1)[0]).sum(1)
+
+    record = audit(bilip.Flow(Coupling(), shape=(4,)), torch.randn(1000, 4, generator=torch.Generator().manual_seed(1)))
+    found = statuses(record)
+    assert found["inversion"] == "safe"  # both directions round alike, and the round trip needs no reference
+    for use in ("sampling", "likelihood"):
+        assert found[use] == "not-measured"
+        assert "multiplies in float16" in record.verdicts[use].reason
+
+
 def test_a_likelihood_far_outside_is_judged_by_its_own_size():
     """|log p| is 5e5 out there; an error of 1e-6 of it is rounding and no defect."""
     flow = Flow(Chain(blocks.DiagonalScaling(torch.full((8,), 30.0)), shape=(8,)))

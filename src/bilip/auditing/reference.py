@@ -42,18 +42,22 @@ class Reference:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject.twin(torch.float64)
         self.own = subject.dtype == torch.float64
+        self._watched: set[str] = set()
 
     def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
         """F(x)."""
-        return self._wide(self.subject.forward(*self._inputs(x, context, shaken)))
+        with self._watching("encode"):
+            return self._wide(self.subject.forward(*self._inputs(x, context, shaken)))
 
     def decode(self, z: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
         """F^-1(z)."""
-        return self._wide(self.subject.inverse(*self._inputs(z, context, shaken)))
+        with self._watching("decode"):
+            return self._wide(self.subject.inverse(*self._inputs(z, context, shaken)))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Tensor:
         """Log-likelihoods, or log-determinants where there is no base; NaN where the model raised."""
-        found = log_prob(self.subject, *self._inputs(x, context, shaken))
+        with self._watching("log_prob"):
+            found = log_prob(self.subject, *self._inputs(x, context, shaken))
         if found.dtype != torch.float64:
             raise NotMeasured(_NARROW.format(found.dtype))
         return found
@@ -67,6 +71,19 @@ class Reference:
         wide = context is not None and context.is_floating_point()
         return x, context.double() if wide and context is not None else context
 
+    @contextlib.contextmanager
+    def _watching(self, call: str) -> Iterator[None]:
+        """The first time, look whether the copy multiplies in fewer bits than it was given."""
+        if call in self._watched:
+            yield
+            return
+        self._watched.add(call)
+        products = _Products()
+        with products:
+            yield
+        if products.narrow is not None:
+            raise NotMeasured(_INSIDE.format(str(products.narrow).removeprefix("torch.")))
+
     def _wide(self, outcome: Outcome) -> Outcome:
         if outcome.value.dtype != torch.float64:
             raise NotMeasured(_NARROW.format(outcome.value.dtype))
@@ -74,6 +91,24 @@ class Reference:
 
 
 _NARROW = "the model computes in {} whatever it is given, so there is no float64 reference"
+_INSIDE = "a net of the model multiplies in {} whatever it is given, so there is no float64 reference"
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtype of products of matrices and convolutions that are narrower than float64."""
+
+    KINDS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "_convolution", "dot")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        product = func.overloadpacket.__name__ in self.KINDS and isinstance(out, Tensor)
+        if product and out.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            self.narrow = out.dtype
+        return out
 
 
 @torch.no_grad()

@@ -155,7 +155,9 @@ class Subject:
         found = self._twins.get(dtype)
         if found is None:
             try:
-                bijection = copy.deepcopy(self.bijection).to(dtype).eval().requires_grad_(False)
+                bijection = (
+                    copy.deepcopy(self.bijection, _graphs(self.bijection)).to(dtype).eval().requires_grad_(False)
+                )
                 found = Subject(Adapted(bijection, self._base_in(dtype, bijection), self.library), self.name)
                 found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
@@ -256,6 +258,28 @@ class Subject:
 
 def _nothing() -> None:
     """No clock."""
+
+
+def _graphs(module: nn.Module) -> dict[int, Any]:
+    """What `copy.deepcopy` is told about tensors with a graph, which libraries keep from the last call and which it refuses to copy."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    left: list[Any] = list(module.modules())
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                found[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple, set)):
+            left.extend(value)
+        elif isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, (nn.Module, torch.distributions.Transform, torch.distributions.Distribution)):
+            left.extend(vars(value).values())
+    return found
 
 
 def wants_context(module: nn.Module) -> bool:
