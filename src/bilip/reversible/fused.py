@@ -78,7 +78,7 @@ def reaches(flat: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
     """The norm of the gradient of each row, as `bilip.reversible.fingerprint.Print.reach` finds it."""
     flat, grad = flat.contiguous(), grad.contiguous()
     found = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-    _launch(_reaches, flat, flat, grad, scale, found)
+    _launch(_reaches, flat, flat, grad, scale, found, most=4096)  # all loads at once: it does little else
     return found
 
 
@@ -153,9 +153,9 @@ def _key(key: Fingerprint, scale: Tensor, x: Tensor) -> tuple[Any, ...]:
     return scale, key.counter, key.key, 1 / norm(x[0].numel())
 
 
-def _launch(kernel: Any, x: Tensor, *args: Any) -> None:
+def _launch(kernel: Any, x: Tensor, *args: Any, most: int = 1024) -> None:
     size = x[0].numel()
-    block = min(1024, max(32, triton.next_power_of_2(size)))
+    block = min(most, max(32, triton.next_power_of_2(size)))
     with torch.cuda.device_of(x):
         kernel[(len(x),)](*args, size, block, num_warps=max(1, min(8, block // 128)))
 
