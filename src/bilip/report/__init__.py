@@ -9,7 +9,9 @@ from bilip.report.comparison import (
     print_comparison,
 )
 from bilip.report.markdown import to_markdown
+from bilip.report.notebook import notebook_html
 from bilip.report.page import to_html, write_html
+from bilip.report.plot import plot
 from bilip.report.terminal import print_terminal
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "VerdictChange",
     "compare",
     "comparison_markdown",
+    "notebook_html",
+    "plot",
     "print_comparison",
     "print_terminal",
     "to_html",

@@ -93,12 +93,13 @@ Part = Figure | Table | Gallery | Line | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """One question of the audit, explained in plain words and answered by parts."""
+    """One question of the audit, explained in plain words and answered by parts; `probe` where the page knows only its name."""
 
     id: str
     title: str
     lead: str
     parts: tuple[Part, ...] = field(default=())
+    probe: str = ""
 
 
 def table(

@@ -9,9 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from bilip.record import USES, AuditRecord, Measurement, Status, Verdict
-from bilip.report.format import as_float, clean, number, plural, shape, share, when, written
+from bilip.report.format import USE_TITLES, as_float, clean, number, plural, sentence, shape, share, when, written
 
-__all__ = ["STATUS_WORDS", "SourceLine", "Summary", "deciding", "ordered_verdicts", "summarize", "verdict_numbers"]
+__all__ = [
+    "STATUS_WORDS",
+    "SourceLine",
+    "Summary",
+    "deciding",
+    "lost_lines",
+    "news",
+    "ordered_verdicts",
+    "source_text",
+    "summarize",
+    "verdict_numbers",
+]
 
 STATUS_WORDS = {Status.SAFE: "safe", Status.UNSAFE: "UNSAFE", Status.NOT_MEASURED: "not measured"}
 
@@ -91,6 +102,52 @@ def headline(verdicts: tuple[Verdict, ...]) -> str:
     parts += [f"{count[Status.SAFE]} safe"] if count[Status.SAFE] else []
     parts += [f"{count[Status.NOT_MEASURED]} not measured"] if count[Status.NOT_MEASURED] else []
     return f"Of {plural(len(verdicts), 'use')}: {', '.join(parts)}."
+
+
+def news(record: AuditRecord) -> tuple[str, ...]:
+    """What is wrong, the worst first: uses that are unsafe, then sources whose samples do not come back. Empty if nothing is.
+
+    Example:
+        >>> from bilip.record import Measurement
+        >>> lost = Measurement("reconstruction", "uniform:2", {"share_bad": 0.038, "relative_max": 6.6})
+        >>> source = {"name": "uniform:2", "role": "ood", "description": "uniform noise on [-8, 8], seed 0"}
+        >>> news(AuditRecord(sources=(source,), measurements=(lost,)))
+        ('3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; largest finite relative error 6.6.',)
+    """
+    unsafe = [v for v in ordered_verdicts(record) if v.status == Status.UNSAFE]
+    lines = [
+        f"{USE_TITLES.get(v.use, clean(v.use, 60))} is unsafe: {sentence(v.reason, capital=False)}" for v in unsafe
+    ]
+    return (*lines, *lost_lines(record))
+
+
+def lost_lines(record: AuditRecord) -> tuple[str, ...]:
+    """One sentence for each source whose samples do not all come back, unless the verdict on inversion says so already."""
+    inversion = record.verdicts.get("inversion")
+    told = inversion.source if inversion is not None and inversion.status == Status.UNSAFE else None
+    lines = []
+    for m in record.find("reconstruction"):
+        lost = lost_share(m)
+        if m.measured and m.source != told and lost > 0:
+            largest = m.get("relative_max")
+            error = f"; largest finite relative error {number(largest)}" if largest is not None else ""
+            lines.append(f"{share(lost)} of {source_text(record, m.source)} does not come back{error}.")
+    return tuple(lines)
+
+
+def lost_share(m: Measurement) -> float:
+    """Share of the samples of a source that do not come back: wrong, not finite or raised."""
+    if m.get("share_bad") is not None:
+        return as_float(m["share_bad"])
+    parts = [non_finite(m), as_float(m.get("share_wrong")), as_float(m.get("share_failed"))]
+    return sum(p for p in parts if not math.isnan(p))
+
+
+def source_text(record: AuditRecord, name: str) -> str:
+    """A source and what it is, as in `uniform:2 (uniform noise on [-8, 8], seed 0)`."""
+    about = next((s.get("description") for s in record.sources if s.get("name") == name), "")
+    about = about or ("samples of the model itself" if name == "base" else "")
+    return clean(name, 60) + (f" ({clean(about, 120)})" if about else "")
 
 
 def verdict_numbers(verdict: Verdict) -> tuple[str, str]:
