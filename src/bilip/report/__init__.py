@@ -1,4 +1,4 @@
-"""From a record to its readers: a terminal table, Markdown, or one self-contained HTML page. Needs no torch."""
+"""From a record to its readers: terminal, Markdown, notebook, JUnit file, figures, one self-contained HTML page. Needs no torch."""
 
 from bilip.report.comparison import (
     Change,
@@ -8,6 +8,7 @@ from bilip.report.comparison import (
     comparison_markdown,
     print_comparison,
 )
+from bilip.report.junit import to_junit
 from bilip.report.markdown import to_markdown
 from bilip.report.notebook import notebook_html
 from bilip.report.page import to_html, write_html
@@ -25,6 +26,7 @@ __all__ = [
     "print_comparison",
     "print_terminal",
     "to_html",
+    "to_junit",
     "to_markdown",
     "write_html",
 ]
