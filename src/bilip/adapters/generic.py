@@ -99,6 +99,11 @@ class Callables(Foreign):
         self._layout: list[tuple[int, ...]] | None = None
         self._sequence: type = tuple
 
+    @property
+    def takes_context(self) -> bool:
+        """Whether the forward callable has an argument for a context."""
+        return self._names["forward"] is not None
+
     def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         parts, value = _read(call(self.module, x, context, self._names["forward"]), x)
         if len(parts) > 1:

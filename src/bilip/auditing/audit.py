@@ -57,9 +57,9 @@ def audit(
 
     Args:
         model: A bijection, a flow, or anything `as_bijection` takes.
-        sources: By name: a batch, a pair `(x, context)`, a file (`.npy`, `.npz`, `.safetensors`), a folder of images or a
-            `Source`. A single one is called `data`. Names that begin with uniform, gaussian, rademacher or scaled are out of
-            distribution.
+        sources: By name: a batch, a pair `(x, context)`, a `DataLoader` or `Dataset`, a file (`.npy`, `.npz`, `.csv`, `.pt`,
+            `.safetensors`), a folder of images or a `Source`. A single one is called `data`. Names that begin with
+            uniform, gaussian, rademacher or scaled are out of distribution.
         ood: Sources to be treated as out of distribution, by name; or noise made from the first data source, as in `"uniform"`,
             `"gaussian"`, `"rademacher"`, `"scaled:10"`.
         budget: `"quick"`, `"standard"`, `"thorough"`, or a `Budget`.
@@ -94,7 +94,7 @@ def audit(
     with _unended():
         subject = p.Subject.of(model, name)
     _require_numbers(subject)
-    streams = _sources(sources, ood, spent, seed)
+    streams = _sources(sources, ood, spent, seed, subject.conditional)
     for stream in streams:
         stream.check(spent.samples)
     thresholds = replace(
@@ -248,7 +248,7 @@ def _require_numbers(subject: p.Subject) -> None:
         )
 
 
-def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
+def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, conditional: bool) -> list[Source]:
     table = dict(given) if isinstance(given, Mapping) else {"data": given}
     if not table:
         raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
@@ -256,7 +256,7 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[
     found: dict[str, Source] = {}
     for label, value in table.items():
         name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
-        found[name] = _called(name, value, role="ood" if name in ood else None)
+        found[name] = _called(name, value, "ood" if name in ood else None, budget.samples, conditional)
     first = next(iter(found.values()))
     for source in found.values():
         if source.shape != first.shape:
@@ -277,9 +277,9 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[
     return list(found.values())
 
 
-def _called(name: str, value: Any, role: str | None) -> Source:
+def _called(name: str, value: Any, role: str | None, most: int | None, conditional: bool) -> Source:
     """A source under the name and in the role that this audit gives it."""
-    source = as_source(name, value, role=role)
+    source = as_source(name, value, role=role, most=most, conditional=conditional)
     if source.name == name and role in (None, source.role):
         return source
     return Source(
