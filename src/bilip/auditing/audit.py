@@ -383,6 +383,11 @@ def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
         "dimension": math.prod(source.shape),
         "blocks": [{"name": name, "kind": kind_of(part)} for name, part in parts],
         "base": subject.base is not None,
+        **(
+            {"called": "; ".join(called)}
+            if (called := [c for _, q in parts if (c := getattr(q, "called", ""))])
+            else {}
+        ),
     }
 
 

@@ -224,6 +224,8 @@ def _facts(record: AuditRecord) -> tuple[str, ...]:
         count = len(count) if isinstance(count, (list, tuple)) else count
         if isinstance(count, int) and not isinstance(count, bool):
             facts.append(plural(count, noun))
+    if model.get("called"):
+        facts.append(f"called as {clean(model['called'], 120)}")
     return (*facts, when(record.created)) if record.created else tuple(facts)
 
 
