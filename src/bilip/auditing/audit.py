@@ -46,6 +46,7 @@ def audit(
     tf32: bool | None = None,
     seed: int = 0,
     name: str | None = None,
+    description: str = "",
     command: str = "",
     keep_interrupted: bool = False,
     progress: Progress | None = None,
@@ -72,6 +73,7 @@ def audit(
         tf32: Judge it with TF32 products on or off; by default as it is at the call.
         seed: Seed of everything random.
         name: Name of the model in reports.
+        description: One line that says what the model is, for reports.
         command: The command to repeat the audit, for the report.
         keep_interrupted: On Ctrl-C return what was measured so far instead of raising.
         progress: Called with a text and the share that is done; by default a line on the terminal.
@@ -150,7 +152,7 @@ def audit(
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
-        model=_about(subject, streams[0]),
+        model=_about(subject, streams[0]) | ({"description": description} if description else {}),
         sources=described,
         measurements=tuple(measurements),
         verdicts=judge(measurements, described, thresholds, subject.eps),

@@ -25,7 +25,7 @@ __all__ = [
 
 MISSING = "–"
 USE_TITLES = {
-    "inversion": "Inversion",
+    "inversion": "Inversion on data",
     "sampling": "Sampling",
     "likelihood": "Likelihood on data",
     "ood-likelihood": "Likelihood out of distribution",

@@ -19,6 +19,7 @@ __all__ = [
     "lost_lines",
     "news",
     "ordered_verdicts",
+    "source_about",
     "source_text",
     "summarize",
     "verdict_numbers",
@@ -67,7 +68,7 @@ def summarize(record: AuditRecord) -> Summary:
     return Summary(
         name=clean(record.model.get("name") or "unnamed model"),
         facts=_facts(record),
-        headline=headline(verdicts),
+        headline=headline(verdicts, lost=bool(lost_lines(record))),
         verdicts=verdicts,
         sources=tuple(_source_line(record, name, role) for name, role in source_names(record)),
         blame=guilty_lines(record),
@@ -87,12 +88,14 @@ def ordered_verdicts(record: AuditRecord) -> tuple[Verdict, ...]:
     return (*known, *(v for use, v in record.verdicts.items() if use not in USES))
 
 
-def headline(verdicts: tuple[Verdict, ...]) -> str:
-    """One sentence over all verdicts."""
+def headline(verdicts: tuple[Verdict, ...], *, lost: bool = False) -> str:
+    """One sentence over all verdicts; `lost` where samples of some source do not come back although no use is unsafe."""
     count = {status: sum(v.status == status for v in verdicts) for status in Status}
     if not verdicts:
         return "No use was judged."
     if count[Status.SAFE] == len(verdicts):
+        if lost:
+            return f"Safe for {plural(len(verdicts), 'use')}, but not every sample comes back outside the data."
         return (
             f"Safe for all {plural(len(verdicts), 'use')}."
             if len(verdicts) > 1
@@ -112,7 +115,7 @@ def news(record: AuditRecord) -> tuple[str, ...]:
         >>> lost = Measurement("reconstruction", "uniform:2", {"share_bad": 0.038, "relative_max": 6.6})
         >>> source = {"name": "uniform:2", "role": "ood", "description": "uniform noise on [-8, 8], seed 0"}
         >>> news(AuditRecord(sources=(source,), measurements=(lost,)))
-        ('3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; largest finite relative error 6.6.',)
+        ('3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; relative errors reach 6.6.',)
     """
     unsafe = [v for v in ordered_verdicts(record) if v.status == Status.UNSAFE]
     lines = [
@@ -130,7 +133,7 @@ def lost_lines(record: AuditRecord) -> tuple[str, ...]:
         lost = lost_share(m)
         if m.measured and m.source != told and lost > 0:
             largest = m.get("relative_max")
-            error = f"; largest finite relative error {number(largest)}" if largest is not None else ""
+            error = f"; relative errors reach {number(largest)}" if as_float(largest) > 0 else ""
             lines.append(f"{share(lost)} of {source_text(record, m.source)} does not come back{error}.")
     return tuple(lines)
 
@@ -143,11 +146,16 @@ def lost_share(m: Measurement) -> float:
     return sum(p for p in parts if not math.isnan(p))
 
 
+def source_about(record: AuditRecord, name: str) -> str:
+    """What a source is, as its description says; empty where the record does not."""
+    about = next((s.get("description") for s in record.sources if s.get("name") == name), "")
+    return clean(about or ("samples of the model itself" if name == "base" else ""), 160)
+
+
 def source_text(record: AuditRecord, name: str) -> str:
     """A source and what it is, as in `uniform:2 (uniform noise on [-8, 8], seed 0)`."""
-    about = next((s.get("description") for s in record.sources if s.get("name") == name), "")
-    about = about or ("samples of the model itself" if name == "base" else "")
-    return clean(name, 60) + (f" ({clean(about, 120)})" if about else "")
+    about = source_about(record, name)
+    return clean(name, 60) + (f" ({about})" if about else "")
 
 
 def verdict_numbers(verdict: Verdict) -> tuple[str, str]:

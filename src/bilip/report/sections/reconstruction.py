@@ -7,7 +7,7 @@ from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
 from bilip.report.parts import Cell, Fold, Line, Part, Section, table
 from bilip.report.sections.common import gallery, measured, some
-from bilip.report.summary import non_finite, worst_condition
+from bilip.report.summary import non_finite, source_about, worst_condition
 
 __all__ = ["PLACE", "sections"]
 
@@ -30,6 +30,7 @@ def _errors(record: AuditRecord) -> Section:
     rows = [
         {
             "source": m.source,
+            "about": source_about(record, m.source) or None,
             "share_non_finite": non_finite(m),
             "condition": Cell.of(*worst_condition(record, m.source)),
             **m.values,
@@ -38,6 +39,7 @@ def _errors(record: AuditRecord) -> Section:
     ]
     columns = [
         ("source", "source"),
+        ("about", "what it is"),
         ("count", "samples"),
         ("share_non_finite", "Inf/NaN"),
         ("share_failed", "raised"),
