@@ -37,11 +37,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Cell:
-    """Text and the key it is sorted by."""
+    """Text and the key it is sorted by; a note stands below it in small print."""
 
     text: str
     key: str = ""
     numeric: bool = False
+    note: str = ""
 
     @classmethod
     def of(cls, text: str, value: float) -> Cell:

@@ -134,8 +134,24 @@ def lost_lines(record: AuditRecord) -> tuple[str, ...]:
         if m.measured and m.source != told and lost > 0:
             largest = m.get("relative_max")
             error = f"; relative errors reach {number(largest)}" if as_float(largest) > 0 else ""
-            lines.append(f"{share(lost)} of {source_text(record, m.source)} does not come back{error}.")
+            lines.append(
+                f"{share(lost)} of {source_text(record, m.source)} does not come back{error}.{_causes(record, m.source)}"
+            )
     return tuple(lines)
+
+
+def _causes(record: AuditRecord, source: str) -> str:
+    """The block where it breaks, and whether more bits cure it, where both were found."""
+    said = []
+    for m in record.find("blame", source):
+        if m.measured and m.get("guilty") not in (None, ""):
+            kind = f" ({clean(m['guilty_kind'], 60)})" if m.get("guilty_kind") else ""
+            said.append(f"It breaks at block {clean(m['guilty'], 60)}{kind}.")
+    for m in record.find("precision", source):
+        cure, own = m.get("cure"), m.get("own")
+        if m.measured and cure not in (None, "", "none", own):
+            said.append(f"In {clean(cure, 20)} the {number(m.get('samples'))} samples probed come back.")
+    return "".join(f" {text}" for text in said)
 
 
 def lost_share(m: Measurement) -> float:

@@ -29,17 +29,15 @@ def _errors(record: AuditRecord) -> Section:
     limit = next((m.get("wrong_limit") for m in found if m.get("wrong_limit") is not None), None)
     rows = [
         {
-            "source": m.source,
-            "about": source_about(record, m.source) or None,
+            **m.values,
+            "source": Cell(clean(m.source), m.source, note=source_about(record, m.source)),
             "share_non_finite": non_finite(m),
             "condition": Cell.of(*worst_condition(record, m.source)),
-            **m.values,
         }
         for m in found
     ]
     columns = [
         ("source", "source"),
-        ("about", "what it is"),
         ("count", "samples"),
         ("share_non_finite", "Inf/NaN"),
         ("share_failed", "raised"),
