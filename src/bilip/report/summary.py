@@ -141,16 +141,19 @@ def lost_lines(record: AuditRecord) -> tuple[str, ...]:
 
 
 def _causes(record: AuditRecord, source: str) -> str:
-    """The block where it breaks, and whether more bits cure it, where both were found."""
+    """The block where it breaks, and whether more bits cure it, where that was found."""
     said = []
     for m in record.find("blame", source):
         if m.measured and m.get("guilty") not in (None, ""):
             kind = f" ({clean(m['guilty_kind'], 60)})" if m.get("guilty_kind") else ""
             said.append(f"It breaks at block {clean(m['guilty'], 60)}{kind}.")
-    for m in record.find("precision", source):
-        cure, own = m.get("cure"), m.get("own")
-        if m.measured and cure not in (None, "", "none", own):
-            said.append(f"In {clean(cure, 20)} the {number(m.get('samples'))} samples probed come back.")
+    for m in record.find("reconstruction", source):
+        tried, still = m.get("float64_tried"), m.get("float64_bad")
+        if tried and still is not None:
+            all_ = "all of them come back" if not still else "none of them comes back"
+            said.append(
+                f"In float64 {all_ if still in (0, tried) else f'{number(still)} of these {number(tried)} still fail'}."
+            )
     return "".join(f" {text}" for text in said)
 
 
