@@ -154,6 +154,13 @@ def test_an_audit_leaves_a_junit_file_and_a_summary(bilip_, made, monkeypatch):
     assert (made / "steps.md").read_text(encoding="utf-8") == text
 
 
+def test_a_record_becomes_a_junit_file_later_on(bilip_, made):
+    judged(sampling="safe", likelihood="unsafe").save(made / "kept.json")
+    code, _, err = bilip_("report", "kept.json", "--junit", "later.xml")
+    assert (code, err) == (0, "wrote later.xml\n")
+    assert cases((made / "later.xml").read_text(encoding="utf-8")) == {"sampling": "passed", "likelihood": "failure"}
+
+
 def test_a_project_says_it_once(bilip_, made, monkeypatch):
     (made / "pyproject.toml").write_text(
         """[tool.bilip]

@@ -67,9 +67,10 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
         if callable(getattr(model, "inverse_and_log_det", None)):
             inverse = model.inverse_and_log_det
         return from_callables(forward, inverse, shape=shape, kind=type(model).__name__), None, "generic"
-    flag = reverse_flag(model.forward) if isinstance(model, nn.Module) else None
-    if flag is not None:
-        return compose([Flagged(model, flag)], shape), None, "generic"
+    if isinstance(model, nn.Module):
+        flag = reverse_flag(model.forward)
+        if flag is not None:
+            return compose([Flagged(model, flag)], shape), None, "generic"
     return None
 
 

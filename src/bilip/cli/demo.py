@@ -24,7 +24,7 @@ TITLES = {
 }
 ABOUT = {
     "affine_sigmoid": "20 affine coupling blocks whose scale lies in (0, 1): it may come close to 0, and the inverse divides by it.",
-    "affine_half": "The same blocks with a scale in (0.5, 1): no block of the inverse more than doubles anything.",
+    "affine_half": "The same blocks with a scale in (0.5, 1): the inverse never divides by less than a half.",
     "residual": "Residual blocks whose branches are held to a Lipschitz constant of 0.8, with a proof.",
 }
 

@@ -63,7 +63,7 @@ def to_junit(record: AuditRecord, *, require: Sequence[str] = (), not_measured: 
     }
     for key, value in totals.items():
         suite.set(key, str(value))
-    root = ElementTree.Element("testsuites", name="bilip", time=time, **{k: str(v) for k, v in totals.items()})
+    root = ElementTree.Element("testsuites", {"name": "bilip", "time": time, **{k: str(v) for k, v in totals.items()}})
     root.append(suite)
     ElementTree.indent(root)
     text = ElementTree.tostring(root, encoding="unicode").encode("utf-8", "replace").decode("utf-8")

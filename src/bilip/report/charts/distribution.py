@@ -59,7 +59,7 @@ def distribution_figure(
     if limit > 0 and math.isfinite(limit):
         line, text = rule(scale.place(limit) or 0.0, f"wrong beyond {number(limit)}", "x", "@bad")
         layout["shapes"].append(line)
-        low, high = layout["xaxis"]["range"]
+        low, high = map(float, layout["xaxis"]["range"])
         part = ((scale.place(limit) or 0.0) - low) / (high - low)
         notes.append(
             text | {"xanchor": "right" if part > 0.85 else "left" if part < 0.15 else "center"}
