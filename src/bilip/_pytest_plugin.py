@@ -90,13 +90,13 @@ def audit_flow(request: pytest.FixtureRequest) -> Callable[..., AuditRecord]:
 
 def _argued(model: Any, sources: Any) -> float:
     """The tolerance from eps and the condition of the model, on the first source."""
+    from bilip.auditing.audit import source_for
     from bilip.auditing.subject import Subject
-    from bilip.data import as_source
     from bilip.testing import rounding_tolerance
 
     subject = Subject.of(model)
     first = next(iter(sources.values())) if isinstance(sources, dict) and sources else sources
-    source = as_source("data", first, most=256, conditional=subject.conditional)
+    source = source_for(subject, "data", first, most=256)
     source.check(256)
     batch = source.first(256, dtype=subject.dtype, device=subject.device)
     with subject.evaluating():  # the one line about a model that takes no such batch

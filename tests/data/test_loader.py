@@ -137,6 +137,30 @@ def test_an_audit_takes_the_context_if_the_model_does(context):
     assert ("is the context" if context else "is not taken") in record.sources[0]["description"]
 
 
+def test_a_model_that_does_not_say_that_it_is_conditional_is_tried():
+    class Hidden(torch.nn.Module):
+        """Takes what it is given, and needs two."""
+
+        def forward(self, x, *more):
+            return x + more[0]
+
+        def inverse(self, z, *more):
+            return z - more[0]
+
+    zuko = pytest.importorskip("zuko")
+    torch.manual_seed(0)
+    flow = zuko.flows.MAF(3, context=2, transforms=1, hidden_features=(8,))
+    pairs = TensorDataset(torch.randn(300, 3), torch.randn(300, 2))
+    for loader in (pairs, DataLoader(pairs, batch_size=50)):
+        record = bilip.audit(flow, loader, budget="quick", probes=["reconstruction"])
+        assert "is the context" in record.sources[0]["description"]
+        assert record.find("reconstruction")[0]["share_wrong"] == 0
+    with pytest.raises(InputError, match="without a context: it seems to be conditional"):
+        bilip.audit(flow, DataLoader(TensorDataset(torch.randn(300, 3)), 50), budget="quick")
+    with pytest.raises(InputError, match="takes no batch"):
+        bilip.audit(Hidden(), pairs, budget="quick")
+
+
 def test_a_generic_module_with_an_argument_for_it_gets_the_context():
     class Shift(torch.nn.Module):
         def forward(self, x, context):

@@ -22,9 +22,10 @@ from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import ENDED, PROBES, Task
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
+from bilip.data.loader import is_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
-from bilip.errors import InputError, NotMeasured
+from bilip.errors import BilipError, InputError, NotMeasured
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -96,7 +97,7 @@ def audit(
     with _unended():
         subject = p.Subject.of(model, name)
     _require_numbers(subject)
-    streams = _sources(sources, ood, spent, seed, subject.conditional)
+    streams = _sources(sources, ood, spent, seed, subject)
     for stream in streams:
         stream.check(spent.samples)
     thresholds = replace(
@@ -250,7 +251,7 @@ def _require_numbers(subject: p.Subject) -> None:
         )
 
 
-def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, conditional: bool) -> list[Source]:
+def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject: p.Subject) -> list[Source]:
     table = dict(given) if isinstance(given, Mapping) else {"data": given}
     if not table:
         raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
@@ -258,7 +259,7 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, conditio
     found: dict[str, Source] = {}
     for label, value in table.items():
         name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
-        found[name] = _called(name, value, "ood" if name in ood else None, budget.samples, conditional)
+        found[name] = source_for(subject, name, value, role="ood" if name in ood else None, most=budget.samples)
     first = next(iter(found.values()))
     for source in found.values():
         if source.shape != first.shape:
@@ -279,9 +280,16 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, conditio
     return list(found.values())
 
 
-def _called(name: str, value: Any, role: str | None, most: int | None, conditional: bool) -> Source:
-    """A source under the name and in the role that this audit gives it."""
-    source = as_source(name, value, role=role, most=most, conditional=conditional)
+def source_for(
+    subject: p.Subject, name: str, value: Any, *, role: str | None = None, most: int | None = None
+) -> Source:
+    """A source under the name and in the role that this audit gives it, with contexts where the model takes them."""
+    source = as_source(name, value, role=role, most=most, conditional=subject.conditional)
+    if source.context_rows is None and is_loader(value) and _fails(subject, source):
+        other = as_source(
+            name, value, role=role, most=most, conditional=True
+        )  # what stands beside x may be the context
+        source = other if other.context_rows is not None and not _fails(subject, other) else source
     if source.name == name and role in (None, source.role):
         return source
     return Source(
@@ -291,6 +299,16 @@ def _called(name: str, value: Any, role: str | None, most: int | None, condition
         description=source.description,
         context=source.context_rows,
     )
+
+
+def _fails(subject: p.Subject, source: Source) -> bool:
+    """Whether a model takes no sample of a source at all."""
+    batch = source.first(4, dtype=subject.dtype, device=subject.device)
+    try:
+        with subject.evaluating():
+            return bool(subject.forward(batch.x, batch.context).failed.all())
+    except (BilipError, NotImplementedError):
+        return True
 
 
 def _listed(names: Any) -> list[Any]:
