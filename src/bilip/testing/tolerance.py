@@ -26,7 +26,7 @@ def rounding_tolerance(model: Any, x: Tensor, *, context: Tensor | None = None, 
     A block rounds its output $h_k$ to about eps times its size, and the way back from there to x magnifies that by the norm of the
     inverse Jacobian of the first k blocks. So an inverse that is right comes back within
 
-    $$64\,\epsilon\,\Bigl(1 + \sum_k \lVert J_{1 \ldots k}^{-1} \rVert\,|h_k| / |x|\Bigr)$$
+    $$64\,\epsilon\,(1 + \sum_k \lVert J_{1..k}^{-1} \rVert\,|h_k| / |x|)$$
 
     computed in float64 at the samples of `x` that come back worst; the factor pays for the operations inside a block. An inverse that
     is far beyond is wrong, or solved too loosely. Where the blocks of a model are not visible they count as one, and above 128
