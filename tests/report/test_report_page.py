@@ -195,7 +195,7 @@ def test_sources_and_models_are_explained_where_they_are_named():
         verdicts={"inversion": safe},
     )
     for page in (to_html(record), to_html({"a": record, "b": record})):
-        head = page.split('class="toc"')[0]  # before the first section
+        head = page.split('class="toc"')[0].replace("\N{NO-BREAK SPACE}", " ")  # before the first section
         assert (
             "3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; relative errors reach 6.6."
             in head
@@ -209,7 +209,8 @@ def test_sources_and_models_are_explained_where_they_are_named():
 def test_the_headline_of_several_models_names_who_fails():
     fine = AuditRecord(verdicts={"sampling": Verdict("sampling", Status.SAFE, "fine")})
     bad = AuditRecord(verdicts={"sampling": Verdict("sampling", Status.UNSAFE, "2 % are lost")})
-    assert "a: Sampling is unsafe: 2 % are lost. Nothing wrong was found in b." in to_html({"a": bad, "b": fine})
+    page = to_html({"a": bad, "b": fine})
+    assert "a: Sampling is unsafe: 2\N{NO-BREAK SPACE}% are lost. Nothing wrong was found in b." in page
     assert "Nothing wrong was found.</p>" in to_html({"a": fine, "b": fine})
     assert "No use of any model was judged." in to_html({"a": AuditRecord(), "b": AuditRecord()})
     assert "And 1 more." in to_html({"a": bad, "b": bad, "c": bad})

@@ -61,6 +61,7 @@ def to_html(records: Records, *, title: str | None = None) -> str:
     jinja2 = need("jinja2", "the HTML page")
     loader = jinja2.PackageLoader("bilip.report", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["held"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with it
     markup = need("markupsafe", "the HTML page").Markup
     shelf = Shelf()
     views = [View.of(i, name, record, shelf) for i, (name, record) in enumerate(named.items())]

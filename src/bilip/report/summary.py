@@ -118,9 +118,12 @@ def news(record: AuditRecord) -> tuple[str, ...]:
         ('3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; relative errors reach 6.6.',)
     """
     unsafe = [v for v in ordered_verdicts(record) if v.status == Status.UNSAFE]
-    lines = [
-        f"{USE_TITLES.get(v.use, clean(v.use, 60))} is unsafe: {sentence(v.reason, capital=False)}" for v in unsafe
-    ]
+    lines = []
+    for v in unsafe:
+        why = sentence(v.reason)
+        why = why[:1].lower() + why[1:] if why[1:2].islower() else why
+        causes = _causes(record, v.source) if v.use == "inversion" else ""
+        lines.append(f"{USE_TITLES.get(v.use, clean(v.use, 60))} is unsafe: {why}{causes}")
     return (*lines, *lost_lines(record))
 
 
