@@ -80,3 +80,11 @@ def test_bad_batches():
     for x in (torch.zeros(3), torch.zeros(0, 2), "x"):
         with pytest.raises(InputError, match="expected a batch of at least one sample"):
             rounding_tolerance(real_nvp(2), x)
+
+
+def test_a_model_that_takes_no_such_batch_is_one_line():
+    broken = bilip.adapters.from_callables(lambda x: x @ torch.ones(3, 3), lambda z: z)
+    for model in (real_nvp(2), broken):
+        with pytest.raises(InputError, match=r"rounding_tolerance: .* takes no batch of shape \(4, 5\)") as caught:
+            rounding_tolerance(model, torch.zeros(6, 5))
+        assert "\n" not in str(caught.value)
