@@ -329,9 +329,9 @@ def test_a_flag_of_forward_turns_a_model_round(kind, flag, context, log_det):
 
 
 def test_an_audit_says_how_it_called_a_model_with_a_flag():
-    record = bilip.audit(
-        Reverse(), torch.randn(300, 3), budget="quick", probes=["consistency", "reconstruction", "log_det"]
-    )
+    x, probes = torch.randn(300, 3), ["consistency", "reconstruction", "log_det"]
+    record = bilip.audit(Reverse(), x, budget="quick", probes=probes, description="scales three features")
+    assert record.model["description"] == "scales three features"
     assert record.verdicts["inversion"].status != "unsafe"
     assert record.find("reconstruction")[0]["share_bad"] == 0
     assert record.model["called"] == "Reverse(x, reverse=False) and Reverse(z, reverse=True)"
