@@ -20,7 +20,7 @@ from bilip.report.format import USE_TITLES, clean, number
 from bilip.report.parts import Figure, Section
 from bilip.report.sections import sections
 from bilip.report.sections.map import glance
-from bilip.report.summary import Summary, news, source_about, source_names, summarize
+from bilip.report.summary import Summary, news, sentences, source_about, source_names, summarize
 
 __all__ = ["Records", "to_html", "write_html"]
 
@@ -157,7 +157,7 @@ def _headline(views: list[View]) -> str:
     judged = any(card.status != "not-measured" for view in views for card in view.cards)
     if not bad:
         return "Nothing wrong was found." if judged else "No use of any model was judged."
-    first = " ".join(f"{view.name}: {view.news[0]}" for view in bad[:2])
+    first = " ".join(f"{view.name}: {sentences(view.news[0])[0]}" for view in bad[:2])
     more = f" And {len(bad) - 2} more." if len(bad) > 2 else ""
     fine = [view.name for view in views if not view.news]
     return f"{first}{more}" + (f" Nothing wrong was found in {' and '.join(fine)}." if 0 < len(fine) < 4 else "")
