@@ -203,6 +203,7 @@ def made(tmp_path_factory):
 @pytest.fixture
 def folder(made, monkeypatch):
     monkeypatch.chdir(made)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)  # nothing of the tests belongs there
     return made
 
 

@@ -94,6 +94,14 @@ def test_readme_examples_run(tmp_path, monkeypatch):
         exec(block, scope)
 
 
+def test_the_readme_is_one_page_that_begins_with_an_audit():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    first = re.findall(r"```python\n(.*?)```", text, re.S)[0]
+    assert "bilip.audit(" in first
+    assert "zuko" in first
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_everything_public_is_explained(room):
     module = importlib.import_module(room)

@@ -112,3 +112,17 @@ def test_odd_channels():
 def test_bad_input(call, says):
     with pytest.raises(InputError, match=says):
         call()
+
+
+@pytest.mark.parametrize("make", [models.residual_flow, models.real_nvp])
+def test_a_vector_is_given_by_its_size_or_its_shape(make, tmp_path):
+    torch.manual_seed(0)
+    one = make(2, blocks=2, hidden=(8,))
+    torch.manual_seed(0)
+    other = make((2,), blocks=2, hidden=(8,)).eval()
+    x = torch.randn(5, 2)
+    assert torch.equal(one.eval()(x), other(x))
+    models.save(other, tmp_path / "saved")
+    assert torch.equal(models.load(tmp_path / "saved").eval()(x), other(x))
+    with pytest.raises(InputError):
+        make((2, 3))

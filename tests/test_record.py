@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -314,3 +315,44 @@ def test_quantities_travel_with_the_record_once():
         AuditRecord.from_json(json.dumps(document))
     with pytest.raises(ValueError, match="expected one of"):
         Quantity("angle", unit="degrees")
+
+
+def _judged(**states):
+    return AuditRecord(verdicts={use: Verdict(use, Status(state), "because") for use, state in states.items()})
+
+
+@pytest.mark.parametrize(
+    ("uses", "not_measured", "expected"),
+    [
+        (("sampling",), "fail", True),
+        (("likelihood",), "fail", False),
+        (("inversion",), "fail", False),
+        (("inversion",), "pass", True),
+        (("sampling", "inversion"), "pass", True),
+        (("sampling", "likelihood"), "pass", False),
+        ((), "fail", False),
+        ((), "pass", False),
+    ],
+)
+def test_passed_asks_for_uses_by_name(uses, not_measured, expected):
+    record = _judged(sampling="safe", likelihood="unsafe", inversion="not-measured")
+    assert record.passed(*uses, not_measured=not_measured) is expected
+
+
+def test_nothing_passes_without_a_verdict_or_after_the_model_ended_the_program():
+    assert not AuditRecord().passed()
+    assert not AuditRecord(
+        settings={"ended": "the model ended the program"}, verdicts=_judged(sampling="safe").verdicts
+    ).passed()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda r: r.passed("samplng"), "Did you mean 'sampling'?"),
+        (lambda r: r.passed("sampling", not_measured="skip"), "expected 'fail' or 'pass'"),
+    ],
+)
+def test_passed_refuses_what_it_does_not_know(call, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        call(_judged(sampling="safe"))

@@ -263,3 +263,94 @@ def test_orders_of_a_field():
     joined = from_vector_field(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), order="cat")
     assert joined(torch.randn(4, 2)).shape == (4, 2)
     assert joined.bounds().forward >= 1
+
+
+class Flagged(nn.Module):
+    """One call for both ways, in the ways that people write it."""
+
+    def __init__(self, log_det=True):
+        super().__init__()
+        self.weight, self.log_det = nn.Parameter(torch.tensor([2.0, 0.5, 4.0])), log_det
+
+    def both(self, x, turned, context=None):
+        shift = 0 if context is None else context
+        out = (x - shift) / self.weight if turned else x * self.weight + shift
+        total = self.weight.log().sum().expand(len(x))
+        return (out, -total if turned else total) if self.log_det else out
+
+
+class Reverse(Flagged):
+    def forward(self, x, reverse=False):
+        return self.both(x, reverse)
+
+
+class Rev(Flagged):
+    def forward(self, x, c=None, *, rev=False):
+        return self.both(x, rev, c)
+
+
+class Needed(Flagged):
+    def forward(self, x, inverse):
+        return self.both(x, inverse)
+
+
+class Conditional(Flagged):
+    def forward(self, x, cond, logdet=None, reverse=False):
+        return self.both(x, reverse, cond)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "context"),
+    [
+        (Reverse, "reverse", False),
+        (Rev, "rev", False),
+        (Rev, "rev", True),
+        (Needed, "inverse", False),
+        (Conditional, "reverse", True),
+    ],
+)
+@pytest.mark.parametrize("log_det", [True, False])
+def test_a_flag_of_forward_turns_a_model_round(kind, flag, context, log_det):
+    model = kind(log_det)
+    adapted = adapt(model)
+    x, c = torch.randn(5, 3), torch.randn(5, 3) if context else None
+    z = adapted.bijection(x, c)
+    assert torch.equal(z, x * model.weight + (0 if c is None else c))
+    assert torch.allclose(adapted.bijection.inverse(z, c), x, atol=1e-6)
+    assert has_log_det(adapted.bijection) == log_det
+    if log_det:
+        assert torch.allclose(adapted.bijection.forward_and_log_det(x, c)[1], torch.full((5,), 4.0).log())
+    ((_, block),) = adapted.bijection.parts()
+    assert block.called == f"{kind.__name__}(x, {flag}=False) and {kind.__name__}(z, {flag}=True)"
+    double = copy.deepcopy(adapted.bijection).double()
+    assert double.inverse(z.double(), None if c is None else c.double()).dtype == torch.float64
+    assert model.weight.dtype == torch.float32
+    assert sum(p.numel() for p in adapted.bijection.parameters()) == 3
+
+
+def test_an_audit_says_how_it_called_a_model_with_a_flag():
+    x, probes = torch.randn(300, 3), ["consistency", "reconstruction", "log_det"]
+    record = bilip.audit(Reverse(), x, budget="quick", probes=probes, description="scales three features")
+    assert record.model["description"] == "scales three features"
+    assert record.verdicts["inversion"].status != "unsafe"
+    assert record.find("reconstruction")[0]["share_bad"] == 0
+    assert record.model["called"] == "Reverse(x, reverse=False) and Reverse(z, reverse=True)"
+    assert "called as Reverse(x, reverse=False)" in bilip.report.to_markdown(record)
+
+
+def test_flags_that_mean_something_else_are_not_taken():
+    class Odd(nn.Module):
+        def forward(self, x, reverse="no", direction=1):
+            return x
+
+    with pytest.raises(InputError, match="has no inverse that bilip knows of"):
+        as_bijection(Odd())
+
+
+def test_a_flag_that_is_ignored_is_found_by_the_audit():
+    class Deaf(nn.Module):
+        def forward(self, x, reverse=False):
+            return 2 * x
+
+    record = bilip.audit(Deaf(), torch.randn(300, 3), budget="quick", probes=["consistency", "reconstruction"])
+    assert record.verdicts["inversion"].status == "unsafe"

@@ -101,8 +101,8 @@ def one_line(path, message):
 
 def test_missing_and_unknown_files(tmp_path):
     one_line(tmp_path / "none.npy", "does not exist")
-    (tmp_path / "x.pt").write_bytes(b"")
-    one_line(tmp_path / "x.pt", "not of a kind that is read here: expected .npy")
+    (tmp_path / "x.parquet").write_bytes(b"")
+    one_line(tmp_path / "x.parquet", "not of a kind that is read here: expected .npy")
     one_line("uniform:4", "is a kind of noise, not a file")
     one_line("x" * 5000 + ".npy", "cannot be read: .*too long|does not exist")
     one_line("a\0b.npy", "does not exist|cannot be read")

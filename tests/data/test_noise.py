@@ -161,3 +161,17 @@ def test_images_keep_one_range_for_all_pixels():
     images[:, :, 2:] = 1.0
     drawn = noise("uniform", as_source("images", images), count=200).first(200).x
     assert float(drawn[:, :, 0].max()) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        ([-4.0, -3.999], [4.0, 3.998], "on about [-8, 8]"),
+        ([-4.0, -4.0], [4.0, 4.0], "on [-8, 8]"),
+        ([0.0, 0.0], [1.0, 1e4], "on each feature's own range"),
+        ([-4.0, 0.0], [4.0, 8.0], "on each feature's own range"),
+    ],
+)
+def test_the_range_is_told_as_one_where_it_is_one(low, high, said):
+    source = noise("uniform:2", as_source("test", torch.tensor([low, high])), count=10)
+    assert said in source.description

@@ -174,6 +174,7 @@ def test_several_models_have_tabs(show):
         assert page.evaluate("document.activeElement.getAttribute('aria-controls')") == panel
         total += assert_drawn(page)
         assert_fits(page, 390)
+    total -= 2 * page.evaluate("document.querySelectorAll('.overview .plot').length")  # visible beside every tab
     assert total == page.evaluate("Object.keys(JSON.parse(document.getElementById('figures').textContent)).length")
     page.evaluate("document.querySelector('[data-tab=model-1]').click()")
     assert page.evaluate(visible) == ["model-1"]
@@ -217,3 +218,28 @@ def test_contrast_check_sees_low_contrast(show):
     page = show(records.nearly_empty())
     page.evaluate("document.documentElement.style.setProperty('--muted', '#9a9a9a')")
     assert page.evaluate(CONTRAST)
+
+
+def test_the_first_screen_of_several_models_says_what_is_lost_and_where(show):
+    page = show({"breaks": records.plane(), "holds": records.safe()}, width=1280, height=800)
+    assert_drawn(page)
+    inside = "(e) => { const r = e.getBoundingClientRect(); return r.width > 0 && r.bottom <= innerHeight && r.right <= innerWidth }"
+    headline = page.evaluate(f"[document.querySelector('.headline')].filter({inside}).map((e) => e.textContent)[0]")
+    assert headline.startswith("breaks: Likelihood out of distribution is unsafe")
+    assert headline.endswith("Nothing wrong was found in holds.")
+    assert page.evaluate(f"[...document.querySelectorAll('.overview .plot')].filter({inside}).length") == 1
+    news = page.evaluate(
+        f"[...document.querySelectorAll('.overview .news')].filter({inside}).map((e) => e.textContent)[0]"
+    )
+    assert "does not come back" in news
+
+
+def test_every_status_of_several_models_is_on_a_phones_screen(show):
+    """No column of verdicts hides behind an edge."""
+    page = show({"one": records.unsafe(), "two": records.safe(), "three": records.plane()}, width=420)
+    assert_fits(page, 420)
+    edges = page.evaluate(
+        "[...document.querySelectorAll('.overview [data-status]')].map((e) => e.getBoundingClientRect().right)"
+    )
+    assert len(edges) == 12
+    assert max(edges) <= 420

@@ -169,3 +169,48 @@ def test_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_sources_and_models_are_explained_where_they_are_named():
+    lost = Measurement(
+        "reconstruction",
+        "uniform:2",
+        {"count": 512, "share_bad": 0.038, "relative_max": 6.6, "share_nan": 0.0, "share_inf": 0.0},
+    )
+    source = {"name": "uniform:2", "role": "ood", "count": 512, "description": "uniform noise on [-8, 8], seed 0"}
+    safe = Verdict(
+        "inversion",
+        Status.SAFE,
+        "Share that does not come back on uniform:2: 0 of 3",
+        "share_bad",
+        0.0,
+        0.01,
+        "uniform:2",
+    )
+    about = "Coupling blocks with a scale in (0, 1)."
+    record = AuditRecord(
+        model={"name": "flow", "description": about},
+        sources=(source,),
+        measurements=(lost,),
+        verdicts={"inversion": safe},
+    )
+    for page in (to_html(record), to_html({"a": record, "b": record})):
+        head = page.split('class="toc"')[0].replace("\N{NO-BREAK SPACE}", " ")  # before the first section
+        assert (
+            "3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; relative errors reach 6.6."
+            in head
+        )
+        assert "<dt>uniform:2</dt><dd><b>out of distribution</b>, uniform noise on [-8, 8], seed 0</dd>" in head
+        assert "uniform:2: uniform noise on [-8, 8], seed 0" in head  # on the card that it decided
+        assert "Safe for 1 use, but not every sample comes back outside the data." in head
+    assert about in to_html({"a": record, "b": record}).split('class="toc"')[0]
+
+
+def test_the_headline_of_several_models_names_who_fails():
+    fine = AuditRecord(verdicts={"sampling": Verdict("sampling", Status.SAFE, "fine")})
+    bad = AuditRecord(verdicts={"sampling": Verdict("sampling", Status.UNSAFE, "2 % are lost")})
+    page = to_html({"a": bad, "b": fine})
+    assert "a: Sampling is unsafe: 2\N{NO-BREAK SPACE}% are lost. Nothing wrong was found in b." in page
+    assert "Nothing wrong was found.</p>" in to_html({"a": fine, "b": fine})
+    assert "No use of any model was judged." in to_html({"a": AuditRecord(), "b": AuditRecord()})
+    assert "And 1 more." in to_html({"a": bad, "b": bad, "c": bad})

@@ -8,7 +8,7 @@ import records
 from rich.cells import cell_len
 from rich.console import Console
 
-from bilip.record import AuditRecord, Measurement, Status, Verdict
+from bilip.record import AuditRecord, Measurement, Quantity, Status, Verdict
 from bilip.report import compare, comparison_markdown, print_comparison, print_terminal, to_markdown
 
 
@@ -109,3 +109,46 @@ def test_fewer_wrong_because_more_are_lost_is_not_better():
 def test_verdicts_decide(before, after, word):
     one, two = (AuditRecord(verdicts={"sampling": Verdict("sampling", Status(s), "")}) for s in (before, after))
     assert compare(one, two).word == word
+
+
+def test_a_comparison_names_every_source_in_80_columns():
+    """However long the labels of the numbers are."""
+    q = Quantity(
+        "share",
+        "a share of something with a very long label that would not fit on one line",
+        "share",
+        "lower",
+        "bad_share",
+        ("x",),
+    )
+
+    def record(value, same=0.5):
+        one = Measurement("probe", "uniform:2", {"share": value}, quantities=(q,))
+        return AuditRecord(measurements=(one, Measurement("probe", "test", {"share": same}, quantities=(q,))))
+
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_comparison(compare(record(0.5), record(0.01)), console)
+    text = console.export_text()
+    assert "uniform:2" in text
+    assert "better" in text
+    assert "1 other number: the same" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("still", "said"),
+    [
+        (0, "In float64 all of them come back."),
+        (3, "In float64 3 of these 10 still fail."),
+        (10, "In float64 none of them comes back."),
+    ],
+)
+def test_the_news_name_the_block_and_what_was_tried(still, said):
+    values = {"share_bad": 0.1, "relative_max": 6.6, "float64_tried": 10, "float64_bad": still}
+    blame = Measurement("blame", "far", {"guilty": "3", "guilty_kind": "AffineCoupling"})
+    record = AuditRecord(measurements=(Measurement("reconstruction", "far", values), blame))
+    line = f"10 % of far does not come back; relative errors reach 6.6. It breaks at block 3 (AffineCoupling). {said}"
+    assert line in " ".join(terminal(print_terminal, record, 200).split()).replace("\N{NO-BREAK SPACE}", " ").replace(
+        "10%", "10 %"
+    )
+    assert line in to_markdown(record)

@@ -86,8 +86,8 @@ def adapt(
 
     Args:
         model: A model of bilip, FrEIA, nflows, glasflow, sbi, normflows, zuko, torch.distributions, Pyro or MemCNN; a module
-            with an `inverse` method; a `Sequential` of such; a pair `(forward, inverse)` of callables; or, with
-            `inverse=`, any callable.
+            with an `inverse` method, or whose forward takes `reverse=True` (or `rev`, `inverse`); a `Sequential` of such; a pair
+            `(forward, inverse)` of callables; or, with `inverse=`, any callable.
         shape: Shape of one sample, where the model does not know it.
         inverse: The inverse of a model that has none of its own.
         log_det: log |det J_F| as a function of x, for a model that does not return it.
@@ -171,7 +171,7 @@ def _not_recognised(model: Any) -> InputError:
     if isinstance(model, nn.Module) or callable(model):
         return InputError(
             f"{type(model).__name__} has no inverse that bilip knows of ({kind}). Pass one with as_bijection(model, "
-            "inverse=...), or give the module a method inverse(z)."
+            "inverse=...), or give the module a method inverse(z), or its forward an argument reverse=False."
         )
     return InputError(
         f"as_bijection: {kind} is not a model. Expected a bilip.Bijection or Flow, a model of FrEIA, nflows, normflows, "

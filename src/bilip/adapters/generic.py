@@ -1,4 +1,4 @@
-"""Anything with a forward and an inverse: pairs of callables, and modules with an `inverse` method."""
+"""Anything with a forward and an inverse: pairs of callables, modules with an `inverse` method or a flag such as `reverse=`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bilip.adapters.foreign import Foreign, compose
 from bilip.blocks import Bijection
 from bilip.errors import InputError
 
-__all__ = ["Callables", "from_callables", "recognise"]
+__all__ = ["Callables", "Flagged", "from_callables", "recognise", "reverse_flag"]
 
 
 def from_callables(
@@ -67,6 +67,32 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
         if callable(getattr(model, "inverse_and_log_det", None)):
             inverse = model.inverse_and_log_det
         return from_callables(forward, inverse, shape=shape, kind=type(model).__name__), None, "generic"
+    if isinstance(model, nn.Module):
+        flag = reverse_flag(model.forward)
+        if flag is not None:
+            return compose([Flagged(model, flag)], shape), None, "generic"
+    return None
+
+
+FLAGS = ("reverse", "rev", "inverse", "invert", "inverted", "reversed")
+
+
+def reverse_flag(function: Callable[..., Any]) -> str | None:
+    """The argument of a callable that turns it round: one of `FLAGS` that is `False` by default, or has no default.
+
+    Example:
+        >>> reverse_flag(lambda x, reverse=False: x), reverse_flag(lambda x, rev=3: x)
+        ('reverse', None)
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    for name in FLAGS:
+        for p in parameters[1:]:
+            named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            if named and p.name == name and (p.default is p.empty or p.default is False):
+                return name
     return None
 
 
@@ -98,6 +124,11 @@ class Callables(Foreign):
         self._arguments = _arguments(inverse)
         self._layout: list[tuple[int, ...]] | None = None
         self._sequence: type = tuple
+
+    @property
+    def takes_context(self) -> bool:
+        """Whether the forward callable has an argument for a context."""
+        return self._names["forward"] is not None
 
     def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         parts, value = _read(call(self.module, x, context, self._names["forward"]), x)
@@ -132,6 +163,53 @@ class Callables(Foreign):
 
     def reshapes(self) -> bool:
         return True
+
+
+class Flagged(Callables):
+    """A module that is turned round by an argument of its forward: `model(z, reverse=True)`.
+
+    Args:
+        model: The module.
+        flag: Name of the argument.
+
+    Example:
+        >>> import torch
+        >>> class Double(nn.Module):
+        ...     def forward(self, x, reverse=False):
+        ...         return x / 2 if reverse else 2 * x
+        >>> block = Flagged(Double(), "reverse")
+        >>> block.inverse(torch.ones(1, 2)), block.called
+        (tensor([[0.5000, 0.5000]]), 'Double(x, reverse=False) and Double(z, reverse=True)')
+    """
+
+    def __init__(self, model: nn.Module, flag: str) -> None:
+        kind = type(model).__name__
+        super().__init__(_Turned(model, flag, False), _Turned(model, flag, True), kind=kind)
+        name = context_name(_without(model.forward, flag))
+        self._names |= {"forward": name, "inverse": name}
+        self.called = f"{kind}(x, {flag}=False) and {kind}(z, {flag}=True)"
+
+
+class _Turned(nn.Module):
+    """A module with its flag set."""
+
+    def __init__(self, model: nn.Module, flag: str, value: bool) -> None:
+        super().__init__()
+        self.model, self.flag, self.value = model, flag, value
+
+    def forward(self, x: Any, **given: Any) -> Any:
+        return self.model(x, **{self.flag: self.value}, **given)
+
+
+def _without(function: Callable[..., Any], flag: str) -> Callable[..., Any]:
+    """A callable with the signature of another, one argument less."""
+
+    def bare(*args: Any, **kwargs: Any) -> None:
+        """Is never called."""
+
+    signature = inspect.signature(function)
+    bare.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != flag])  # type: ignore[attr-defined]
+    return bare
 
 
 class _Parts(list):

@@ -22,9 +22,10 @@ from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import ENDED, PROBES, Task
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
+from bilip.data.loader import is_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
-from bilip.errors import InputError, NotMeasured, said_by
+from bilip.errors import BilipError, InputError, NotMeasured, said_by
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -46,6 +47,7 @@ def audit(
     tf32: bool | None = None,
     seed: int = 0,
     name: str | None = None,
+    description: str = "",
     command: str = "",
     keep_interrupted: bool = False,
     progress: Progress | None = None,
@@ -57,9 +59,9 @@ def audit(
 
     Args:
         model: A bijection, a flow, or anything `as_bijection` takes.
-        sources: By name: a batch, a pair `(x, context)`, a file (`.npy`, `.npz`, `.safetensors`), a folder of images or a
-            `Source`. A single one is called `data`. Names that begin with uniform, gaussian, rademacher or scaled are out of
-            distribution.
+        sources: By name: a batch, a pair `(x, context)`, a `DataLoader` or `Dataset`, a file (`.npy`, `.npz`, `.csv`, `.pt`,
+            `.safetensors`), a folder of images or a `Source`. A single one is called `data`. Names that begin with
+            uniform, gaussian, rademacher or scaled are out of distribution.
         ood: Sources to be treated as out of distribution, by name; or noise made from the first data source, as in `"uniform"`,
             `"gaussian"`, `"rademacher"`, `"scaled:10"`.
         budget: `"quick"`, `"standard"`, `"thorough"`, or a `Budget`.
@@ -72,6 +74,7 @@ def audit(
         tf32: Judge it with TF32 products on or off; by default as it is at the call.
         seed: Seed of everything random.
         name: Name of the model in reports.
+        description: One line that says what the model is, for reports.
         command: The command to repeat the audit, for the report.
         keep_interrupted: On Ctrl-C return what was measured so far instead of raising.
         progress: Called with a text and the share that is done; by default a line on the terminal.
@@ -94,7 +97,7 @@ def audit(
     with _unended():
         subject = p.Subject.of(model, name)
     _require_numbers(subject)
-    streams = _sources(sources, ood, spent, seed)
+    streams = _sources(sources, ood, spent, seed, subject)
     for stream in streams:
         stream.check(spent.samples)
     thresholds = replace(
@@ -150,7 +153,7 @@ def audit(
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
-        model=_about(subject, streams[0]),
+        model=_about(subject, streams[0]) | ({"description": description} if description else {}),
         sources=described,
         measurements=tuple(measurements),
         verdicts=judge(measurements, described, thresholds, subject.eps),
@@ -248,7 +251,7 @@ def _require_numbers(subject: p.Subject) -> None:
         )
 
 
-def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[Source]:
+def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject: p.Subject) -> list[Source]:
     table = dict(given) if isinstance(given, Mapping) else {"data": given}
     if not table:
         raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
@@ -256,7 +259,7 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[
     found: dict[str, Source] = {}
     for label, value in table.items():
         name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
-        found[name] = _called(name, value, role="ood" if name in ood else None)
+        found[name] = source_for(subject, name, value, role="ood" if name in ood else None, most=budget.samples)
     first = next(iter(found.values()))
     for source in found.values():
         if source.shape != first.shape:
@@ -277,9 +280,16 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int) -> list[
     return list(found.values())
 
 
-def _called(name: str, value: Any, role: str | None) -> Source:
-    """A source under the name and in the role that this audit gives it."""
-    source = as_source(name, value, role=role)
+def source_for(
+    subject: p.Subject, name: str, value: Any, *, role: str | None = None, most: int | None = None
+) -> Source:
+    """A source under the name and in the role that this audit gives it, with contexts where the model takes them."""
+    source = as_source(name, value, role=role, most=most, conditional=subject.conditional)
+    if source.context_rows is None and is_loader(value) and _fails(subject, source):
+        other = as_source(
+            name, value, role=role, most=most, conditional=True
+        )  # what stands beside x may be the context
+        source = other if other.context_rows is not None and not _fails(subject, other) else source
     if source.name == name and role in (None, source.role):
         return source
     return Source(
@@ -289,6 +299,16 @@ def _called(name: str, value: Any, role: str | None) -> Source:
         description=source.description,
         context=source.context_rows,
     )
+
+
+def _fails(subject: p.Subject, source: Source) -> bool:
+    """Whether a model takes no sample of a source at all."""
+    batch = source.first(4, dtype=subject.dtype, device=subject.device)
+    try:
+        with subject.evaluating():
+            return bool(subject.forward(batch.x, batch.context).failed.all())
+    except (BilipError, NotImplementedError):
+        return True
 
 
 def _listed(names: Any) -> list[Any]:
@@ -383,6 +403,11 @@ def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
         "dimension": math.prod(source.shape),
         "blocks": [{"name": name, "kind": kind_of(part)} for name, part in parts],
         "base": subject.base is not None,
+        **(
+            {"called": "; ".join(called)}
+            if (called := [c for _, q in parts if (c := getattr(q, "called", ""))])
+            else {}
+        ),
     }
 
 

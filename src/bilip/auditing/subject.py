@@ -100,6 +100,12 @@ class Subject:
         """Whether the model states its log-determinant."""
         return all(getattr(part, "has_log_det", True) for _, part in self.parts)
 
+    @property
+    def conditional(self) -> bool:
+        """Whether the model takes a context: a part states how large it is, or a callable has an argument for it."""
+        named = any(getattr(part, "takes_context", False) for _, part in self.parts)
+        return named or wants_context(self.bijection)
+
     def _tensors(self) -> Iterator[Tensor]:
         for value in (*self.bijection.parameters(), *self.bijection.buffers()):
             if value.is_floating_point():

@@ -57,6 +57,8 @@ class Thresholds:
     more: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        if self.more is not None and not isinstance(self.more, Mapping):
+            raise InputError(f"Thresholds(more={self.more!r:.80}): expected a table of names and numbers.")
         values = {k: v for k, v in asdict(self).items() if k != "more"} | dict(self.more or {})
         for name, value in values.items():
             if value is not None and not (isinstance(value, (int, float)) and value >= 0):

@@ -15,19 +15,24 @@ def report(
     record: Annotated[Path, typer.Argument(help="A record that bilip audit --out wrote.")],
     html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write a JUnit file: one test case for each use.")] = None,
 ) -> None:
-    """Show a record on the terminal, as Markdown or as an HTML page."""
+    """Show a record on the terminal, as Markdown, as an HTML page or as a JUnit file."""
     from bilip import report as pages
     from bilip.cli.audit import require_page, require_writable
-    from bilip.record import AuditRecord
+    from bilip.record import AuditRecord, write_aside
 
     require_writable(html)
+    require_writable(junit)
     require_page(html)
     found = AuditRecord.load(record)
     if markdown:
         typer.echo(pages.to_markdown(found))
     else:
         pages.print_terminal(found)
+    if junit is not None:
+        write_aside(junit, pages.to_junit(found))
+        Console(highlight=False, stderr=True).print(f"wrote {junit}", markup=False)
     if html is not None:
         pages.write_html(found, html)
         Console(highlight=False, stderr=True).print(f"wrote {html}", markup=False)

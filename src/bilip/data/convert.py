@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bilip.data.files import open_file
 from bilip.data.image_sets import IMAGE_SETS, image_set
+from bilip.data.loader import is_loader, open_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import ArrayRows, Rows, TensorRows
 from bilip.data.source import Source
@@ -19,19 +20,25 @@ from bilip.errors import InputError
 __all__ = ["as_source"]
 
 
-def as_source(name: str, value: Any, *, role: str | None = None) -> Source:
+def as_source(
+    name: str, value: Any, *, role: str | None = None, most: int | None = None, conditional: bool = False
+) -> Source:
     """A source from whatever holds samples; the first dimension counts them.
 
     Files are read where they lie, never as a whole, and nothing in them is executed (pickled arrays are refused).
 
     Args:
         name: Name in reports.
-        value: A tensor; a numpy array; a pair `(x, context)` of these; the path of an `.npy` file; of an `.npz` or
-            `.safetensors` file with an array `x` (or only one) and optionally `context`; of a folder of PNG or JPEG
-            images of one size; the name of an image set that `bilip data` prepared, `"svhn"` or `"cifar10:test"`; or a `Source`,
-            which is returned. Bytes (uint8) become floats in [0, 1] and images
+        value: A tensor; a numpy array; a pair `(x, context)` of these; a `DataLoader` or `Dataset` that yields tensors, or tuples
+            whose first entry is x; the path of an `.npy` file; of an `.npz` or `.safetensors` file with an array `x` (or only one) and
+            optionally `context`; of a `.pt` file with a tensor, a pair or a dict like that (read as weights only); of a `.csv` file of
+            numbers, with or without a header; of a folder of PNG or JPEG images of one size; the name of an image set that `bilip data`
+            prepared, `"svhn"` or `"cifar10:test"`; or a `Source`, which is returned. Bytes (uint8) become floats in [0, 1] and images
             with channels last get them first.
         role: `"data"` or `"ood"`; by default `"ood"` where the name begins with a kind of noise, otherwise `"data"`.
+        most: Largest number of samples to read from a `DataLoader` or `Dataset`; 102,400 at most.
+        conditional: Whether the second entry of what a `DataLoader` or `Dataset` yields is the context; else it is not taken. An audit
+            looks at the model.
 
     Raises:
         InputError: One line that names the source and says what was found and what was expected.
@@ -47,13 +54,18 @@ def as_source(name: str, value: Any, *, role: str | None = None) -> Source:
         (3, 32, 32)
         >>> as_source("uniform", np.zeros((5, 3))).role
         'ood'
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> labelled = TensorDataset(torch.zeros(100, 3), torch.ones(100, dtype=torch.long))
+        >>> as_source("test", DataLoader(labelled, batch_size=10), most=64).description
+        'DataLoader, up to 64 samples of one pass; the second entry (int64) is not taken: the model takes no context'
     """
     if isinstance(value, Source):
         return value
     if not isinstance(name, str) or not name:
         raise InputError(f"a source needs a name, a non-empty string; got {name!r}.")
     try:
-        rows, context, description = _open(value)
+        rows, context, description = _open(value, most, conditional)
     except InputError as error:
         raise InputError(f"source {name!r}: {error}") from error
     kind = name.lower().partition(":")[0]
@@ -62,7 +74,7 @@ def as_source(name: str, value: Any, *, role: str | None = None) -> Source:
     return Source(name, rows, role=role, description=description, context=context)
 
 
-def _open(value: Any) -> tuple[Rows, Rows | None, str]:
+def _open(value: Any, most: int | None = None, conditional: bool = False) -> tuple[Rows, Rows | None, str]:
     if isinstance(value, Tensor):
         return TensorRows(value), None, f"tensor, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, np.ndarray):
@@ -77,10 +89,12 @@ def _open(value: Any) -> tuple[Rows, Rows | None, str]:
             return TensorRows(images.x), None, f"{len(images)} images of {name}"
         rows, context = open_file(path)
         return rows, context, path.name or str(path)
+    if is_loader(value):
+        return open_loader(value, most=most, conditional=conditional)
     if isinstance(value, tuple) and len(value) == 2:
         (x, _, description), (context, _, _) = _open(value[0]), _open(value[1])
         return x, context, f"{description}, with contexts"
     raise InputError(
         f"{type(value).__name__} holds no samples that are read here. Pass a tensor, a numpy array, a pair "
-        "(x, context), or the path of a file: .npy, .npz, .safetensors or a folder of images."
+        "(x, context), a DataLoader or Dataset, or the path of a file: .npy, .npz, .csv, .pt, .safetensors or a folder of images."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -12,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilip.data.rows import ArrayRows, Rows, torch_dtype
+from bilip.data.rows import ArrayRows, Rows, TensorRows, torch_dtype
 from bilip.errors import InputError, MissingExtra
 from bilip.record.files import open_regular
 from bilip.record.header import read_header
 
 __all__ = ["open_file"]
 
-READABLE = ".npy, .npz, .safetensors, or a folder of PNG or JPEG images"
+READABLE = ".npy, .npz, .csv, .pt, .safetensors, or a folder of PNG or JPEG images"
 MOST = 2**50  # bytes of a file, which is read row by row
 MOST_ROW = 2**30  # bytes of one sample
 MOST_WHOLE = 2**33  # bytes of an array that has to be unpacked as a whole
@@ -35,7 +36,7 @@ def open_file(path: Path) -> tuple[Rows, Rows | None]:
             from bilip.data.folder import FolderRows
 
             return FolderRows(path), None
-        openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
+        openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt, ".pth": _pt, ".csv": _csv}
         if path.suffix.lower() not in openers:
             raise InputError(f"{path} is not of a kind that is read here: expected {READABLE}.")
         return openers[path.suffix.lower()](path)
@@ -60,7 +61,7 @@ def choose(path: Path, names: list[str]) -> tuple[str, str | None]:
     others = [name for name in names if name != "context"]
     if len(others) == 1:
         return others[0], context
-    held = ", ".join(map(repr, sorted(names))) if names else "nothing"
+    held = ", ".join(map(repr, sorted(names)[:8])) + (", ..." if len(names) > 8 else "") if names else "nothing"
     raise InputError(f"{path} holds {held}: expected an array 'x', or one array alone, and optionally 'context'.")
 
 
@@ -99,6 +100,39 @@ def _npy(path: Path) -> tuple[Rows, None]:
             return ArrayRows(np.empty(shape, dtype)), None
         order = "F" if columns_first else "C"
         return ArrayRows(np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)), None
+
+
+def _csv(path: Path) -> tuple[Rows, None]:
+    from bilip.data.csv_file import open_csv
+
+    return open_csv(path), None
+
+
+def _pt(path: Path) -> tuple[Rows, Rows | None]:
+    """A tensor, a pair (x, context) or a dict of tensors, read as weights are: no object of Python is made."""
+    with open_regular(path, most=MOST) as file:
+        packed = zipfile.is_zipfile(file)
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=packed)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds Python objects, which could run code when loaded, or is no file of torch.save: save the tensor itself, as in "
+            "torch.save(x, path)."
+        ) from error
+    if isinstance(held, (tuple, list)) and len(held) == 2:
+        held = {"x": held[0], "context": held[1]}
+    if isinstance(held, Tensor):
+        held = {"x": held}
+    named = {str(k): v for k, v in held.items() if isinstance(v, Tensor)} if isinstance(held, dict) else {}
+    x, context = choose(path, list(named))
+    for name in (x,) if context is None else (x, context):
+        tensor = named[name]
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            raise InputError(
+                f"{path}, tensor {name!r}, is not a plain tensor of real numbers: save x.to_dense() or x.dequantize()."
+            )
+        _require_rows(f"{path}, tensor {name!r},", tuple(tensor.shape), tensor.element_size())
+    return TensorRows(named[x]), None if context is None else TensorRows(named[context])
 
 
 def _npz(path: Path) -> tuple[Rows, Rows | None]:

@@ -121,6 +121,9 @@ def _span(low: np.ndarray, high: np.ndarray) -> str:
     """One range in words, or that each feature has its own."""
     ends = {(f"{a:.4g}", f"{b:.4g}") for a, b in zip(low.flat, high.flat, strict=True)}
     if len(ends) > 1:
+        wide = float((high - low).max())
+        if wide > 0 and max(float(np.ptp(low)), float(np.ptp(high))) < 0.01 * wide:
+            return f"about [{float(low.mean()):.2g}, {float(high.mean()):.2g}]"
         return "each feature's own" if np.array_equal(low, high) else "each feature's own range"
     a, b = ends.pop()
     return a if a == b else f"[{a}, {b}]"

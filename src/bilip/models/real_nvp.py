@@ -17,7 +17,7 @@ __all__ = ["real_nvp"]
 
 @remembers
 def real_nvp(
-    features: int,
+    features: int | Sequence[int],
     *,
     blocks: int = 8,
     hidden: Sequence[int] = (64, 64),
@@ -33,7 +33,7 @@ def real_nvp(
     """Coupling blocks on vectors, the two halves taking turns.
 
     Args:
-        features: Size of a vector, 2 or more.
+        features: Size of a vector, 2 or more; `(size,)` is the same.
         blocks: Number of coupling blocks.
         hidden: Hidden layers of the nets.
         coupling: `"affine"` or `"additive"`.
@@ -51,6 +51,12 @@ def real_nvp(
         True
     """
     check_choices(coupling, blocks=blocks)
+    if not isinstance(features, int):
+        if len(features) != 1:
+            raise InputError(
+                f"real_nvp({tuple(features)}): expected the size of a vector; for images there is glow(shape)."
+            )
+        features = int(features[0])
     if features < 2:
         raise InputError(f"real_nvp(features={features}): a coupling needs 2 features or more.")
     if preactivate and context:

@@ -33,7 +33,7 @@ def residual_flow(
     r"""Invertible residual blocks on vectors or images; both constants are bounded on all of space.
 
     Args:
-        shape: Size of a vector, or shape `(C, H, W)` of an image.
+        shape: Size of a vector, `2` or `(2,)`, or shape `(C, H, W)` of an image.
         blocks: Number of blocks; for images one number for each scale, such as `(16, 16, 16)`.
         hidden: Hidden layers of a vector net, `(128, 128, 128, 128)` by default; hidden channels of an image net,
             512 by default.
@@ -57,6 +57,8 @@ def residual_flow(
             f"residual_flow(coefficient={coefficient}): a residual branch must be held to a constant in (0, 1)."
         )
     start: list[Bijection] = [] if logit is None else [Logit(logit)]
+    if not isinstance(shape, int) and len(shape) == 1:
+        shape = int(shape[0])
     if isinstance(shape, int):
         if shape < 1 or not isinstance(blocks, int) or blocks < 1 or squeeze_first or factor_out or dense_blocks:
             raise InputError(

@@ -7,6 +7,7 @@ reads like one of these gets a backslash in front. What each probe measures, and
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from bilip.errors import RecordError
+from bilip.errors import InputError, RecordError
 from bilip.record.files import read_file, write_aside
 from bilip.record.histogram import Histogram
 from bilip.record.plain import MOST, from_plain, parse_json, to_plain
@@ -138,9 +139,11 @@ class Verdict:
         return self.quantity or quantity_named(self.number or "value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditRecord:
     """Everything one audit found, and everything needed to repeat it.
+
+    As the last line of a notebook's cell it is shown as a table of its verdicts.
 
     Attributes:
         model: What was audited: name, library, dtype, device, parameters, shape, blocks.
@@ -156,6 +159,9 @@ class AuditRecord:
         >>> record = AuditRecord(model={"name": "flow"}, verdicts={"sampling": Verdict("sampling", Status.SAFE, "fine")})
         >>> AuditRecord.from_json(record.to_json()) == record
         True
+        >>> record
+        AuditRecord of flow: 1 safe
+          sampling: safe, fine
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -170,6 +176,51 @@ class AuditRecord:
     def find(self, probe: str, source: str | None = None) -> list[Measurement]:
         """The measurements of one probe, on one source or on all."""
         return [m for m in self.measurements if m.probe == probe and source in (None, m.source)]
+
+    def passed(self, *uses: str, not_measured: str = "fail") -> bool:
+        """Whether the model is safe for these uses; without any, for all that were judged.
+
+        Args:
+            uses: Names of uses, as in `record.passed("sampling", "likelihood")`.
+            not_measured: `"fail"`, or `"pass"` where a use that could not be measured shall not count against the model.
+
+        Raises:
+            InputError: The record has no verdict for a use.
+
+        Example:
+            >>> open_ = Verdict("sampling", Status.NOT_MEASURED, "the model has no base")
+            >>> record = AuditRecord(verdicts={"sampling": open_})
+            >>> record.passed("sampling"), record.passed("sampling", not_measured="pass")
+            (False, True)
+        """
+        if not_measured not in ("fail", "pass"):
+            raise InputError(f"passed(not_measured={not_measured!r}): expected 'fail' or 'pass'.")
+        for use in uses:
+            if use not in self.verdicts:
+                near = difflib.get_close_matches(str(use), self.verdicts, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                known = ", ".join(map(repr, self.verdicts)) or "none"
+                raise InputError(f"passed({use!r}): the uses that this record judges are {known}.{hint}")
+        if self.settings.get("ended"):  # the model ended the program: what was measured before says nothing
+            return False
+        good = {Status.SAFE} | ({Status.NOT_MEASURED} if not_measured == "pass" else set())
+        found = [self.verdicts[use] for use in uses or self.verdicts]
+        return bool(found) and all(v.status in good for v in found)
+
+    def __repr__(self) -> str:
+        counts = {status: sum(v.status == status for v in self.verdicts.values()) for status in Status}
+        told = [f"{n} {s.value}" for s, n in sorted(counts.items(), key=lambda c: c[0] != Status.UNSAFE) if n]
+        lines = [
+            f"AuditRecord of {_short(self.model.get('name') or 'unnamed model', 60)}: {', '.join(told) or 'no verdicts'}"
+        ]
+        lines += [f"  {_short(use, 40)}: {v.status.value}, {_short(v.reason, 160)}" for use, v in self.verdicts.items()]
+        return "\n".join(lines[:12] + ([f"  and {len(lines) - 12} more uses"] if len(lines) > 12 else []))
+
+    def _repr_html_(self) -> str:
+        """The verdicts as a table, for a notebook."""
+        from bilip.report import notebook_html
+
+        return notebook_html(self)
 
     def to_json(self) -> str:
         """Strict JSON; numbers that are not finite become strings."""
@@ -219,6 +270,11 @@ class AuditRecord:
     def load(cls, path: str | Path) -> AuditRecord:
         """Read a record that `save` wrote."""
         return cls.from_json(read_file(path, most=MOST, error=RecordError), str(path))
+
+
+def _short(text: object, most: int) -> str:
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _typed(raw: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -1,4 +1,4 @@
-"""From a record to its readers: a terminal table, Markdown, or one self-contained HTML page. Needs no torch."""
+"""From a record to its readers: terminal, Markdown, notebook, JUnit file, figures, one self-contained HTML page. Needs no torch."""
 
 from bilip.report.comparison import (
     Change,
@@ -8,8 +8,11 @@ from bilip.report.comparison import (
     comparison_markdown,
     print_comparison,
 )
+from bilip.report.junit import to_junit
 from bilip.report.markdown import to_markdown
+from bilip.report.notebook import notebook_html
 from bilip.report.page import to_html, write_html
+from bilip.report.plot import plot
 from bilip.report.terminal import print_terminal
 
 __all__ = [
@@ -18,9 +21,12 @@ __all__ = [
     "VerdictChange",
     "compare",
     "comparison_markdown",
+    "notebook_html",
+    "plot",
     "print_comparison",
     "print_terminal",
     "to_html",
+    "to_junit",
     "to_markdown",
     "write_html",
 ]

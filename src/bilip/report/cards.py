@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bilip.record import AuditRecord, Status, Verdict
 from bilip.report.format import USE_TITLES, clean, sentence
-from bilip.report.summary import ordered_verdicts, verdict_numbers
+from bilip.report.summary import ordered_verdicts, source_about, verdict_numbers
 
 __all__ = ["Card", "cards"]
 
@@ -34,6 +34,7 @@ class Card:
         label: What the number is, and where it was measured.
         limit: What it was compared with.
         reason: One sentence.
+        about: What the source is that decided it; empty if the record does not say.
     """
 
     use: str
@@ -45,6 +46,7 @@ class Card:
     label: str
     limit: str
     reason: str
+    about: str = ""
 
 
 def cards(record: AuditRecord) -> list[Card]:
@@ -55,11 +57,12 @@ def cards(record: AuditRecord) -> list[Card]:
         >>> [(c.title, c.word, c.value, c.label) for c in cards(record)]
         [('Sampling', 'Safe', '0 %', 'share of Inf/NaN on base')]
     """
-    return [_card(v) for v in ordered_verdicts(record)]
+    return [_card(record, v) for v in ordered_verdicts(record)]
 
 
-def _card(v: Verdict) -> Card:
+def _card(record: AuditRecord, v: Verdict) -> Card:
     value, limit = verdict_numbers(v)
+    about = source_about(record, v.source)
     where = f" on {clean(v.source, 60)}" if v.source else ""
     return Card(
         use=v.use,
@@ -71,4 +74,5 @@ def _card(v: Verdict) -> Card:
         label=clean(v.measure.label) + where if value else "",
         limit=limit,
         reason=sentence(v.reason),
+        about=f"{clean(v.source, 60)}: {about}" if about else "",
     )

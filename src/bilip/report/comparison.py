@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bilip.record import AuditRecord, Quantity, Status
-from bilip.report.format import USE_TITLES, as_float, clean, number, word, written
+from bilip.report.format import USE_TITLES, as_float, clean, number, plural, word, written
 from bilip.report.markdown import markdown_table, plain
 from bilip.report.summary import STATUS_WORDS, non_finite, ordered_verdicts, worst_condition
 from bilip.report.terminal import Teller
@@ -107,7 +107,7 @@ def compare(before: AuditRecord, after: AuditRecord) -> Comparison:
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print a comparison in 80 columns.
+    """Print a comparison in 80 columns, source by source; numbers that are the same are counted, not listed.
 
     Example:
         >>> import io
@@ -123,9 +123,14 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         teller.item(f"not alike: {warning}")
     if comparison.verdicts:
         teller.table(["use", "before", "after", "change"], [list(row) for row in _verdict_rows(comparison)], left=4)
-    if comparison.changes:
-        heads = ["source", "number", "before", "after", "ratio", "change"]
-        teller.table(heads, [[clean(row[0], 24), *row[1:]] for row in _change_rows(comparison)], left=2)
+    rows = [row for row in _change_rows(comparison) if row[-1] != "same"]
+    for source in dict.fromkeys(row[0] for row in rows):
+        teller.table(
+            [source or "all", "before", "after", "ratio", "change"], [list(row[1:]) for row in rows if row[0] == source]
+        )
+    if len(comparison.changes) > len(rows):
+        same = plural(len(comparison.changes) - len(rows), "other number")
+        teller.say(f"{same}: the same within a factor of {SAME:g}", "dim")
     teller.console.print()
 
 
@@ -158,7 +163,7 @@ def _change_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for c in comparison.changes:
         ratio = "–" if math.isnan(c.ratio) else f"{number(c.ratio)}×"
         sides = ("–" if math.isnan(v) else written(c.quantity, v) for v in (c.before, c.after))
-        yield (clean(c.source, 60), clean(c.quantity.label, 40), *sides, ratio, c.word)
+        yield (clean(c.source, 60), clean(c.quantity.label, 90), *sides, ratio, c.word)
 
 
 def _verdicts(before: AuditRecord, after: AuditRecord) -> Iterator[VerdictChange]:

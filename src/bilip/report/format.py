@@ -25,7 +25,7 @@ __all__ = [
 
 MISSING = "–"
 USE_TITLES = {
-    "inversion": "Inversion",
+    "inversion": "Inversion on data",
     "sampling": "Sampling",
     "likelihood": "Likelihood on data",
     "ood-likelihood": "Likelihood out of distribution",
@@ -96,16 +96,12 @@ def power(log10: Any) -> str:
 
     Example:
         >>> power(2), power(456.5), power(1.84e17), power(float("inf"))
-        ('100', '3.2e456', '10^(1.8e17)', 'Inf')
+        ('100', '10^456.5', '10^(1.8e17)', 'Inf')
     """
     value = as_float(log10)
     if not math.isfinite(value) or abs(value) < 300:
         return number(log10) if not math.isfinite(value) else number(10.0**value)
-    if abs(value) >= 1e6:
-        return f"10^({number(value)})"
-    whole = math.floor(value)
-    mantissa = f"{10 ** (value - whole):.1f}"
-    return f"{mantissa.removesuffix('.0')}e{whole}" if mantissa != "10.0" else f"1e{whole + 1}"
+    return f"10^({number(value)})" if abs(value) >= 1e6 else f"10^{value:.1f}".removesuffix(".0")
 
 
 def written(quantity: Quantity, value: Any) -> str:

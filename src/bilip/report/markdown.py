@@ -6,7 +6,7 @@ import re
 
 from bilip.record import AuditRecord, Status
 from bilip.report.format import USE_TITLES, clean, number
-from bilip.report.summary import STATUS_WORDS, deciding, summarize
+from bilip.report.summary import STATUS_WORDS, deciding, lost_lines, summarize
 
 __all__ = ["markdown_table", "plain", "to_markdown"]
 
@@ -24,6 +24,8 @@ def to_markdown(record: AuditRecord) -> str:
     """
     s = summarize(record)
     parts = [f"## Audit of {plain(s.name)}", plain(" · ".join(s.facts)), f"**{plain(s.headline)}**"]
+    lost = lost_lines(record)
+    parts += ["\n".join(f"- {plain(line)}" for line in lost)] if lost else []
     if s.verdicts:
         rows = [
             [USE_TITLES.get(v.use, v.use), f"{MARKS[v.status]} {STATUS_WORDS[v.status]}", deciding(v)]

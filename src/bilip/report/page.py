@@ -19,7 +19,8 @@ from bilip.report.extras import need
 from bilip.report.format import USE_TITLES, clean, number
 from bilip.report.parts import Figure, Section
 from bilip.report.sections import sections
-from bilip.report.summary import Summary, summarize
+from bilip.report.sections.map import glance
+from bilip.report.summary import Summary, news, sentences, source_about, source_names, summarize
 
 __all__ = ["Records", "to_html", "write_html"]
 
@@ -60,6 +61,7 @@ def to_html(records: Records, *, title: str | None = None) -> str:
     jinja2 = need("jinja2", "the HTML page")
     loader = jinja2.PackageLoader("bilip.report", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["held"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with it
     markup = need("markupsafe", "the HTML page").Markup
     shelf = Shelf()
     views = [View.of(i, name, record, shelf) for i, (name, record) in enumerate(named.items())]
@@ -71,7 +73,8 @@ def to_html(records: Records, *, title: str | None = None) -> str:
         several=len(views) > 1,
         style=markup(_asset("style.css")),
         script=markup(_asset("page.js")),
-        headline=_headline([view.cards for view in views]),
+        headline=_headline(views),
+        shared=views[0].sources if all(view.sources == views[0].sources for view in views) else [],
         uses=list({card.use: card for view in views for card in view.cards}.values()),
         figures=lambda: markup(_json(shelf.figures)),
         plotly=lambda: markup(_plotly()) if shelf.figures else "",
@@ -110,6 +113,10 @@ class View:
     command: str
     repeat: list[tuple[str, list[tuple[str, str]]]]
     put: Any
+    news: tuple[str, ...]
+    about: str
+    sources: list[tuple[str, str, str]]
+    glance: Figure | None
 
     @classmethod
     def of(cls, index: int, name: str, record: AuditRecord, shelf: Shelf) -> View:
@@ -135,13 +142,25 @@ class View:
                 if group
             ],
             put=shelf.put,
+            news=news(record),
+            about=clean(record.model.get("description") or "", 300),
+            sources=[
+                (clean(name, 80), ROLES.get(role, role), source_about(record, name)) for name, role in _named(record)
+            ],
+            glance=glance(record),
         )
 
 
-def _headline(models: list[list[Card]]) -> str:
-    judged = [model for model in models if any(card.status != "not-measured" for card in model)]
-    sound = sum(all(card.status != "unsafe" for card in model) for model in judged)
-    return f"{sound} of {len(models)} models: no use was found unsafe." if judged else "No use of any model was judged."
+def _headline(views: list[View]) -> str:
+    """The news of several models: who fails at what, and who does not."""
+    bad = [view for view in views if view.news]
+    judged = any(card.status != "not-measured" for view in views for card in view.cards)
+    if not bad:
+        return "Nothing wrong was found." if judged else "No use of any model was judged."
+    first = " ".join(f"{view.name}: {sentences(view.news[0])[0]}" for view in bad[:2])
+    more = f" And {len(bad) - 2} more." if len(bad) > 2 else ""
+    fine = [view.name for view in views if not view.news]
+    return f"{first}{more}" + (f" Nothing wrong was found in {' and '.join(fine)}." if 0 < len(fine) < 4 else "")
 
 
 def _by_name(records: Records) -> dict[str, AuditRecord]:
@@ -163,6 +182,17 @@ def _by_name(records: Records) -> dict[str, AuditRecord]:
                 f"{name!r} is a {type(record).__name__}; expected an AuditRecord (AuditRecord.load reads one)."
             )
     return found
+
+
+ROLES = {"data": "data", "ood": "out of distribution"}
+
+
+def _named(record: AuditRecord) -> list[tuple[str, str]]:
+    """All sources with their roles, and the model's own samples where they were measured."""
+    found = dict(source_names(record))
+    if any(m.source == "base" for m in record.measurements):
+        found.setdefault("base", "")
+    return [(name, role) for name, role in found.items() if name]
 
 
 def _source(source: Mapping[str, Any]) -> str:

@@ -37,11 +37,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Cell:
-    """Text and the key it is sorted by."""
+    """Text and the key it is sorted by; a note stands below it in small print."""
 
     text: str
     key: str = ""
     numeric: bool = False
+    note: str = ""
 
     @classmethod
     def of(cls, text: str, value: float) -> Cell:
@@ -93,12 +94,13 @@ Part = Figure | Table | Gallery | Line | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """One question of the audit, explained in plain words and answered by parts."""
+    """One question of the audit, explained in plain words and answered by parts; `probe` where the page knows only its name."""
 
     id: str
     title: str
     lead: str
     parts: tuple[Part, ...] = field(default=())
+    probe: str = ""
 
 
 def table(

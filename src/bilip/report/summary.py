@@ -9,9 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from bilip.record import USES, AuditRecord, Measurement, Status, Verdict
-from bilip.report.format import as_float, clean, number, plural, shape, share, when, written
+from bilip.report.format import USE_TITLES, as_float, clean, number, plural, sentence, shape, share, when, written
 
-__all__ = ["STATUS_WORDS", "SourceLine", "Summary", "deciding", "ordered_verdicts", "summarize", "verdict_numbers"]
+__all__ = [
+    "STATUS_WORDS",
+    "SourceLine",
+    "Summary",
+    "deciding",
+    "lost_lines",
+    "news",
+    "ordered_verdicts",
+    "source_about",
+    "source_text",
+    "summarize",
+    "verdict_numbers",
+]
 
 STATUS_WORDS = {Status.SAFE: "safe", Status.UNSAFE: "UNSAFE", Status.NOT_MEASURED: "not measured"}
 
@@ -56,7 +68,7 @@ def summarize(record: AuditRecord) -> Summary:
     return Summary(
         name=clean(record.model.get("name") or "unnamed model"),
         facts=_facts(record),
-        headline=headline(verdicts),
+        headline=headline(verdicts, lost=bool(lost_lines(record))),
         verdicts=verdicts,
         sources=tuple(_source_line(record, name, role) for name, role in source_names(record)),
         blame=guilty_lines(record),
@@ -76,12 +88,14 @@ def ordered_verdicts(record: AuditRecord) -> tuple[Verdict, ...]:
     return (*known, *(v for use, v in record.verdicts.items() if use not in USES))
 
 
-def headline(verdicts: tuple[Verdict, ...]) -> str:
-    """One sentence over all verdicts."""
+def headline(verdicts: tuple[Verdict, ...], *, lost: bool = False) -> str:
+    """One sentence over all verdicts; `lost` where samples of some source do not come back although no use is unsafe."""
     count = {status: sum(v.status == status for v in verdicts) for status in Status}
     if not verdicts:
         return "No use was judged."
     if count[Status.SAFE] == len(verdicts):
+        if lost:
+            return f"Safe for {plural(len(verdicts), 'use')}, but not every sample comes back outside the data."
         return (
             f"Safe for all {plural(len(verdicts), 'use')}."
             if len(verdicts) > 1
@@ -91,6 +105,79 @@ def headline(verdicts: tuple[Verdict, ...]) -> str:
     parts += [f"{count[Status.SAFE]} safe"] if count[Status.SAFE] else []
     parts += [f"{count[Status.NOT_MEASURED]} not measured"] if count[Status.NOT_MEASURED] else []
     return f"Of {plural(len(verdicts), 'use')}: {', '.join(parts)}."
+
+
+def news(record: AuditRecord) -> tuple[str, ...]:
+    """What is wrong, the worst first: uses that are unsafe, then sources whose samples do not come back. Empty if nothing is.
+
+    Example:
+        >>> from bilip.record import Measurement
+        >>> lost = Measurement("reconstruction", "uniform:2", {"share_bad": 0.038, "relative_max": 6.6})
+        >>> source = {"name": "uniform:2", "role": "ood", "description": "uniform noise on [-8, 8], seed 0"}
+        >>> news(AuditRecord(sources=(source,), measurements=(lost,)))
+        ('3.8 % of uniform:2 (uniform noise on [-8, 8], seed 0) does not come back; relative errors reach 6.6.',)
+    """
+    unsafe = [v for v in ordered_verdicts(record) if v.status == Status.UNSAFE]
+    lines = []
+    for v in unsafe:
+        why = sentence(v.reason)
+        why = why[:1].lower() + why[1:] if why[1:2].islower() else why
+        causes = _causes(record, v.source) if v.use == "inversion" else ""
+        lines.append(f"{USE_TITLES.get(v.use, clean(v.use, 60))} is unsafe: {why}{causes}")
+    return (*lines, *lost_lines(record))
+
+
+def lost_lines(record: AuditRecord) -> tuple[str, ...]:
+    """One sentence for each source whose samples do not all come back, unless the verdict on inversion says so already."""
+    inversion = record.verdicts.get("inversion")
+    told = inversion.source if inversion is not None and inversion.status == Status.UNSAFE else None
+    lines = []
+    for m in record.find("reconstruction"):
+        lost = lost_share(m)
+        if m.measured and m.source != told and lost > 0:
+            largest = m.get("relative_max")
+            error = f"; relative errors reach {number(largest)}" if as_float(largest) > 0 else ""
+            lines.append(
+                f"{share(lost)} of {source_text(record, m.source)} does not come back{error}.{_causes(record, m.source)}"
+            )
+    return tuple(lines)
+
+
+def _causes(record: AuditRecord, source: str) -> str:
+    """The block where it breaks, and whether more bits cure it, where that was found."""
+    said = []
+    for m in record.find("blame", source):
+        if m.measured and m.get("guilty") not in (None, ""):
+            kind = f" ({clean(m['guilty_kind'], 60)})" if m.get("guilty_kind") else ""
+            said.append(f"It breaks at block {clean(m['guilty'], 60)}{kind}.")
+    for m in record.find("reconstruction", source):
+        tried, still = m.get("float64_tried"), m.get("float64_bad")
+        if tried and still is not None:
+            all_ = "all of them come back" if not still else "none of them comes back"
+            said.append(
+                f"In float64 {all_ if still in (0, tried) else f'{number(still)} of these {number(tried)} still fail'}."
+            )
+    return "".join(f" {text}" for text in said)
+
+
+def lost_share(m: Measurement) -> float:
+    """Share of the samples of a source that do not come back: wrong, not finite or raised."""
+    if m.get("share_bad") is not None:
+        return as_float(m["share_bad"])
+    parts = [non_finite(m), as_float(m.get("share_wrong")), as_float(m.get("share_failed"))]
+    return sum(p for p in parts if not math.isnan(p))
+
+
+def source_about(record: AuditRecord, name: str) -> str:
+    """What a source is, as its description says; empty where the record does not."""
+    about = next((s.get("description") for s in record.sources if s.get("name") == name), "")
+    return clean(about or ("samples of the model itself" if name == "base" else ""), 160)
+
+
+def source_text(record: AuditRecord, name: str) -> str:
+    """A source and what it is, as in `uniform:2 (uniform noise on [-8, 8], seed 0)`."""
+    about = source_about(record, name)
+    return clean(name, 60) + (f" ({about})" if about else "")
 
 
 def verdict_numbers(verdict: Verdict) -> tuple[str, str]:
@@ -167,6 +254,8 @@ def _facts(record: AuditRecord) -> tuple[str, ...]:
         count = len(count) if isinstance(count, (list, tuple)) else count
         if isinstance(count, int) and not isinstance(count, bool):
             facts.append(plural(count, noun))
+    if model.get("called"):
+        facts.append(f"called as {clean(model['called'], 120)}")
     return (*facts, when(record.created)) if record.created else tuple(facts)
 
 

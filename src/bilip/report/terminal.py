@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bilip.record import AuditRecord, Status
 from bilip.report.extras import need
 from bilip.report.format import clean
-from bilip.report.summary import STATUS_WORDS, Summary, deciding, summarize
+from bilip.report.summary import STATUS_WORDS, Summary, deciding, lost_lines, summarize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,6 +94,8 @@ def print_terminal(record: AuditRecord, console: Console | None = None) -> None:
     if summary.facts:
         teller.say(" · ".join(summary.facts), "dim")
     teller.say(summary.headline)
+    for line in lost_lines(record):
+        teller.say(line, "bold red")
     if summary.verdicts:
         rows = [[clean(v.use, 24), teller.mark(v.status), deciding(v)] for v in summary.verdicts]
         teller.table(["use", "verdict", "what decided it"], rows, left=3, fold=(2,))

@@ -59,7 +59,11 @@ def distribution_figure(
     if limit > 0 and math.isfinite(limit):
         line, text = rule(scale.place(limit) or 0.0, f"wrong beyond {number(limit)}", "x", "@bad")
         layout["shapes"].append(line)
-        notes.append(text)
+        low, high = map(float, layout["xaxis"]["range"])
+        part = ((scale.place(limit) or 0.0) - low) / (high - low)
+        notes.append(
+            text | {"xanchor": "right" if part > 0.85 else "left" if part < 0.15 else "center"}
+        )  # inside the figure
     layout["annotations"] = notes
     worst = max(rows, key=lambda row: (row[1].share_non_finite, as_float(row[1].largest)))
     summary = f"{title}: " + "; ".join(f"{s or 'all'} median {number(h.quantile(0.5))}" for s, h in rows[:6])

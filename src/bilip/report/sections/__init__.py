@@ -45,7 +45,8 @@ def _drawn(record: AuditRecord, probe: str, name: str) -> Section:
     text = said.get(probe) if isinstance(said, Mapping) else None
     text = text if isinstance(text, Mapping) else {}
     title = clean(text.get("title") or _capital(_title(probe)), 120)
-    return Section(name, title, sentence(text.get("lead") or f"What the probe {_title(probe)} measured"), parts)
+    lead = sentence(text.get("lead") or f"What the probe {_title(probe)} measured")
+    return Section(name, title, lead, parts, probe)
 
 
 def _columns(m: Measurement) -> list[tuple[str, str]]:

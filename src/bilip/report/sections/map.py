@@ -12,7 +12,7 @@ from bilip.report.format import as_float, number, share
 from bilip.report.parts import Figure, Section
 from bilip.report.sections.common import measured, some
 
-__all__ = ["PLACE", "map_figure", "sections"]
+__all__ = ["PLACE", "glance", "map_figure", "sections"]
 
 PLACE = 30
 
@@ -58,6 +58,26 @@ def map_figure(m: Measurement) -> Figure | None:
     grid = f"a {side} by {side} grid over {number(low)} to {number(high)}"
     summary = f"Relative error on {grid}: {spread}; {part} of the points are Inf or NaN."
     return Figure("Relative error over the plane", summary, data, layout, 560, square=True)
+
+
+def glance(record: AuditRecord) -> Figure | None:
+    """The map in small, with the same colours for every model, to stand beside others; None if there is no map."""
+    figure = next((f for m in measured(record, "map") if (f := map_figure(m)) is not None), None)
+    if figure is None:
+        return None
+    data = [
+        trace | {"showscale": False} | ({"zmin": -8, "zmax": 0} if "colorbar" in trace else {}) for trace in figure.data
+    ]
+    bare = {"title": {"text": ""}, "nticks": 5, "constraintoward": "top"}
+    layout = figure.layout | {
+        "xaxis": figure.layout["xaxis"] | bare,
+        "yaxis": figure.layout["yaxis"] | bare,
+        "margin_top": 8,
+    }
+    layout["annotations"] = []
+    return Figure(
+        "", figure.summary, [{k: v for k, v in t.items() if k != "colorbar"} for t in data], layout, 250, square=True
+    )
 
 
 def _bar(scale: LogScale) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
 from bilip.report.parts import Cell, Fold, Line, Part, Section, table
 from bilip.report.sections.common import gallery, measured, some
-from bilip.report.summary import non_finite, worst_condition
+from bilip.report.summary import non_finite, source_about, worst_condition
 
 __all__ = ["PLACE", "sections"]
 
@@ -29,10 +29,10 @@ def _errors(record: AuditRecord) -> Section:
     limit = next((m.get("wrong_limit") for m in found if m.get("wrong_limit") is not None), None)
     rows = [
         {
-            "source": m.source,
+            **m.values,
+            "source": Cell(clean(m.source), m.source, note=source_about(record, m.source)),
             "share_non_finite": non_finite(m),
             "condition": Cell.of(*worst_condition(record, m.source)),
-            **m.values,
         }
         for m in found
     ]
