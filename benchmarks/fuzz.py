@@ -368,6 +368,11 @@ class Data:
         np.savez(file, x=np.asfortranarray(x))
         self.whole.append(("x.npz", file.getvalue()))
         self.whole += [("x.safetensors", save({"x": x, "context": x[:, :1].copy()}))] * 2
+        text = io.StringIO()
+        np.savetxt(text, x, delimiter=",", header="a,b,c", comments="")
+        file = io.BytesIO()
+        torch.save({"x": torch.from_numpy(x), "context": torch.from_numpy(x[:, :1].copy())}, file)
+        self.whole += [("x.csv", text.getvalue().encode()), ("x.pt", file.getvalue())] * 2
         for form in ("PNG", "JPEG"):
             file = io.BytesIO()
             Image.fromarray(pixels[0]).save(file, form)
@@ -499,7 +504,26 @@ class Command:
         for name in os.listdir(self.folder):
             (folder / name).symlink_to(self.folder / name)
         os.chdir(folder)
+        if rng.random() < 0.2:
+            (folder / "pyproject.toml").write_bytes(self._settings(rng))
         return ended_well(self._words(rng))
+
+    @staticmethod
+    def _settings(rng: random.Random) -> bytes:
+        """Settings of a project, most of them wrong somewhere."""
+        keys = {
+            "sources": ('{a = "x.npy"}', '["x.npy"]', "{a = 3}", '{a = "/dev/zero"}', "{}"),
+            "ood": ('["uniform"]', '"uniform"', "[3]", '["nothing"]'),
+            "limits": ("{relative = 1e-3}", "{relativ = 1}", '{relative = "x"}', "{relative = nan}", "3"),
+            "require": ('["sampling"]', '["flying"]', '"sampling"', "[[]]"),
+            "not_measured": ('"fail"', '"maybe"', "true"),
+            "budget": ('"quick"', '"huge"', "0"),
+            "time": ("3", "-1", "nan", '"3"', "1e999"),
+            "tyme": ("3",),
+        }
+        lines = [f"{key} = {rng.choice(keys[key])}" for key in rng.sample(list(keys), rng.randrange(1, 4))]
+        text = "\n".join(["[tool.bilip]", *lines, ""]).encode()
+        return text if rng.random() < 0.8 else scrambled(text, rng)
 
     def _words(self, rng: random.Random) -> list[str]:
         odd = ["", "-1", "0", "nan", "1e999", "x" * 5000, "a\nb", "\x1b[31m", "é", "=", "a=b", "=x.npy", ",", ",,",
@@ -536,7 +560,8 @@ class Command:
             for option, good in (
                 ("--ood", ("", "uniform", "uniform:2", "scaled:1e30", "gaussian,rademacher")),
                 ("--require", ("sampling", "likelihood")), ("--bits", ("8", "33")), ("--device", ("cpu", "meta", "cuda:99", "mps")),
-                ("--seed", ("0", "7")), ("--out", ("out.json", "nowhere/o.json")), ("--html", ("nowhere/o.html",)), ("--data", ("c=x.npy",)),
+                ("--junit", ("j.xml", "nowhere/j.xml")), ("--summary", ("s.md",)), ("--not-measured", ("fail", "pass")),
+                ("--limit", ("relative=1e-3", "bad_share=0.1", "relativ=1")), ("--seed", ("0", "7")), ("--out", ("out.json", "nowhere/o.json")), ("--html", ("nowhere/o.html",)), ("--data", ("c=x.npy",)),
             ):  # fmt: skip
                 if rng.random() < 0.3:
                     words += [option, pick(*good)]
