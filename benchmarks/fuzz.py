@@ -600,7 +600,9 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        np.save(folder / "x.npy", np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32))
+        np.save(
+            folder / "x.npy", np.random.default_rng(0).standard_normal((700, 4)).astype(np.float32)
+        )  # enough for `safe`
 
     def run(self, k: int, rng: random.Random, folder: Path) -> str:
         failure = self.FAILURES[k % len(self.FAILURES)]
@@ -625,7 +627,7 @@ class Model:
         ]
         words += [
             "--probes",
-            "consistency,reconstruction,log_det,blame,sampling,precision,gradient_angle",
+            "consistency,reconstruction,likelihood,log_det,blame,sampling,precision,gradient_angle",
             "--out",
             str(out),
         ]
