@@ -18,7 +18,7 @@ from bilip import Chain, Flow, blocks, data
 from bilip.auditing.audit import BUDGETS
 from bilip.auditing.probes import Probe
 from bilip.auditing.verdicts import Thresholds, judge
-from bilip.errors import InputError
+from bilip.errors import InputError, said_by
 from bilip.record import Measurement
 
 EPS = 2.0**-23
@@ -429,11 +429,13 @@ def test_a_model_that_ends_the_program_at_once_is_refused(error):
 
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("error", [SystemExit(0), Own("own")], ids=repr)
-def test_an_inverse_that_ends_the_program_fails_its_samples(error, after):
+def test_an_inverse_that_ends_the_program_fails_its_samples_and_the_audit(error, after):
     record = bilip.audit(Ends(error, "inverse", after), torch.randn(8, 4), budget=TINY, probes=["reconstruction"])
     assert record.measurements[0]["share_failed"] == 1
     assert type(error).__name__ in record.measurements[0]["failure"]
     assert record.verdicts["inversion"].status == "unsafe"
+    assert record.settings["ended"] == f"the model ended the program ({said_by(error)})"
+    assert not record.passed("likelihood", not_measured="pass")
 
 
 def test_what_a_probe_met_when_the_program_was_ended_is_its_reason():

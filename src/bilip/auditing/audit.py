@@ -17,9 +17,10 @@ import torch
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
 from bilip.auditing.float32 import float32_products, uses_tf32
+from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.probes.probe import ENDED, PROBES, Task
+from bilip.auditing.probes.probe import PROBES, Task
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
 from bilip.data.loader import is_loader
@@ -175,7 +176,7 @@ def audit(
             **as_run,
             "stopped": stopped,
             "time": time,
-            "ended": next((m.reason for m in measurements if m.reason.startswith(ENDED)), ""),
+            "ended": next((text for m in measurements for text in _said(m) if text.startswith(ENDED)), ""),
             "out_of_time": clock.rang or any(m.reason == clock.reason for m in measurements if m.reason),
         },
         environment=environment() | _device(subject),
@@ -229,6 +230,11 @@ def _told(probe: p.Probe, progress: Callable[[float], None]) -> Iterator[None]:
             del probe.progress
         else:
             probe.progress = before
+
+
+def _said(measurement: Measurement) -> list[str]:
+    """What a probe says in words: why it measured nothing, what the model raised."""
+    return [measurement.reason, *(value for value in measurement.values.values() if isinstance(value, str))]
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bilip.errors import BilipError, NotConverged, SolverFailed, said_by
 
-__all__ = ["Outcome", "run_guarded"]
+__all__ = ["ENDED", "Outcome", "run_guarded"]
 
+ENDED = "the model ended the program"
 Call = Callable[[Tensor, Tensor | None], "Tensor | tuple[Tensor, ...]"]
 _CANDIDATES = 8
 
@@ -150,8 +151,10 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of an exception; where it has none, the place that raised it."""
+    """The message of an exception; where it has none, the place that raised it. One that would end the program says so."""
     text = said_by(error)
+    if not isinstance(error, Exception):
+        return f"{ENDED} ({text})"
     if text != type(error).__name__:
         return text
     place = traceback.extract_tb(error.__traceback__)[-1]

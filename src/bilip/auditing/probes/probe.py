@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from bilip.auditing.budget import Budget
+from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source, as_source
@@ -20,7 +21,6 @@ from bilip.record import Measurement, Quantity
 __all__ = ["PROBES", "SCOPES", "Finding", "Probe", "Progress", "Task"]
 
 Progress = Callable[[float], None]
-ENDED = "the model ended the program"
 SCOPES = {
     "source": "on every source",
     "data": "once, on the main data source",
