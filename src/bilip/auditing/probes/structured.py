@@ -4,21 +4,27 @@ A diagonal, a matrix over the channels and a rearrangement are what they are at 
 $$\begin{pmatrix} 1 & 0 \\ N & D \end{pmatrix}, \qquad
 \begin{pmatrix} 1 & 0 \\ N & D \end{pmatrix}^{-1} = \begin{pmatrix} 1 & 0 \\ -D^{-1} N & D^{-1} \end{pmatrix},$$
 with the diagonal $D$ of its scales and the Jacobian $N$ of its nets. Of the nets the graph of one evaluation is kept: products with
-$N^\top$ are its backward pass, and products with $N$ the backward pass of that, which is linear in what it is given.
+$N^\top$ are its backward pass, and products with $N$ the backward pass of that, which is linear in what it is given; for nets of
+known layers $N$ itself is kept, weights and slopes in turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bilip.auditing.probes.jacobian import pull_many, push_many
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, InvertibleConv1x1
 from bilip.blocks.on_kept import OnKept
+from bilip.nets import MLP, ConvNet, activations
+from bilip.nets.layers import GainConv2d, LayeredNet
 
 __all__ = ["Room", "Structured", "structured"]
 
@@ -91,7 +97,7 @@ def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -
         if isinstance(part, DiagonalScaling):
             return _Diagonal(part._diagonal(x))
         if isinstance(part, InvertibleConv1x1):
-            return _Channels(part.matrix(x.dtype), part.inverse_matrix())
+            return _Channels(part.matrix(x.dtype).detach(), part.inverse_matrix().detach())
     if part.rearranges:
         return _Rearranged(part)
     if isinstance(part, (AdditiveCoupling, AffineCoupling)):
@@ -217,7 +223,11 @@ class _Triangle:
     def _push(self, v1: Tensor) -> Tensor:
         if len(v1) != len(self.x1):
             return push_many(self._moved, self.x1, v1)
-        shift, *raw = self._graph().push(v1)
+        graph = self._graph()
+        if graph.chain is None:
+            shift, *raw = graph.push(v1)
+        else:
+            shift, *raw = self._outputs(graph.chain(v1))
         return shift if self.slope is None else torch.addcmul(shift, self.slope, *raw)
 
     def _pull(self, u2: Tensor) -> Tensor:
@@ -235,6 +245,18 @@ class _Triangle:
         if isinstance(self.part, AffineCoupling):
             return list(self.part.shift_and_raw_scale(x1, x2, context))
         return [self.part._shift(x1, x2, context)]
+
+    def _outputs(self, h: Tensor) -> list[Tensor]:
+        """Shift and raw scale from what a single net gives."""
+        if isinstance(self.part, AffineCoupling):
+            return list(self.part._halves(h, self.x2))
+        return [self.part.partition.outputs(h)]
+
+    def _chain(self) -> Callable[[Tensor], Tensor] | None:
+        net = self.part.t
+        if getattr(self.part, "s", None) is not None or type(net) not in (MLP, ConvNet):
+            return None
+        return _chain_of(net, self.x1, self.context if self.part._context else None)
 
     def _graph(self) -> _Graph:
         """The nets at the points, evaluated once; anew in each product where there is no room to keep the graph."""
@@ -255,15 +277,15 @@ class _Triangle:
             if not self.room.take(2 * sum(sizes)):  # and as much again for its backward pass
                 self.room.left = 0
                 return _Graph(point, outputs)
-            self.known = _Graph(point, self._nets(point, self.x2, self.context))
+            self.known = _Graph(point, self._nets(point, self.x2, self.context), self._chain())
         return self.known
 
 
 class _Graph:
-    """Nets at points: their outputs with the graph behind them."""
+    """Nets at points: their outputs with the graph behind them, and for one net of known layers the chain of their Jacobians."""
 
-    def __init__(self, point: Tensor, outputs: list[Tensor]) -> None:
-        self.point, self.outputs = point, outputs
+    def __init__(self, point: Tensor, outputs: list[Tensor], chain: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.point, self.outputs, self.chain = point, outputs, chain
         self.probes: list[Tensor] = []
         self.pulled: Tensor | None = None
 
@@ -291,6 +313,44 @@ class _Graph:
                 self.pulled, self.probes, direction, retain_graph=True, allow_unused=True, materialize_grads=True
             )
         )
+
+
+def _chain_of(net: LayeredNet, x1: Tensor, context: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """The Jacobian of a net of known layers at points, one product or one convolution a layer; `None` for other layers."""
+    steps: list[Callable[[Tensor], Tensor]] = []
+    h = x1
+    if net.context and context is not None:
+        none = torch.zeros_like(context)
+        steps.append(lambda v: torch.cat((v, none), net.dim))
+        h = torch.cat((x1, context), net.dim)
+    for layer in net.layers:
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            held = getattr(layer, "held_weight", None)
+            weight = layer.weight if held is None else held()
+            if isinstance(layer, GainConv2d):
+                weight = weight * (3 * layer.log_gain).exp()[:, None, None, None]
+            act = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
+            steps.append(partial(_linear, act, weight.detach()))
+        elif activations.facts(layer) is not None:
+            with torch.enable_grad():
+                point = h.detach().requires_grad_()
+                slope = torch.autograd.grad(layer(point.clone()).sum(), point)[0]
+            steps.append(partial(torch.mul, slope))
+        else:
+            return None
+        with torch.no_grad():
+            h = layer(h.clone())
+
+    def chain(v: Tensor) -> Tensor:
+        for step in steps:
+            v = step(v)
+        return v
+
+    return chain
+
+
+def _linear(act: Callable[..., Tensor], weight: Tensor, v: Tensor) -> Tensor:
+    return act(v, weight, None)
 
 
 def _rows(given: Tensor | None, x: Tensor) -> Tensor | None:
