@@ -12,6 +12,7 @@ from rich.console import Console
 
 from bilip.cli._bar import bar
 from bilip.cli._door import Stop
+from bilip.cli._processes import Processes, processes
 from bilip.errors import InputError
 
 __all__ = ["audit", "require_page", "require_writable"]
@@ -48,25 +49,29 @@ def audit(
     device: Annotated[str | None, typer.Option(help="Move the model there first, as in cuda.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
-    """Audit a model: is it invertible, where does it break, what may it be used for?"""
+    """Audit a model: is it invertible, where does it break, what may it be used for?
+
+    Under torchrun several processes, GPUs or machines share the work and give the record of one:
+    torchrun --nproc-per-node 4 -m bilip audit ...
+    """
     from bilip.record import USES
 
     required = _listed(require)
     unknown = [use for use in required if use not in USES]
     if unknown:
         raise InputError(f"--require {unknown[0]}: expected {', '.join(USES)}.")
-    for path in (out, html):
-        require_writable(path)
-    require_page(html)
+    if Processes.started().first:
+        for path in (out, html):
+            require_writable(path)
+        require_page(html)
 
     import bilip
     from bilip import report
     from bilip.cli._target import load_model
 
-    model = load_model(target, device)
-    sources = _sources(data)
-    with Stop() as stop:
-        with bar() as running:
+    with Stop() as stop, processes(stop) as here:
+        model = load_model(target, device)
+        with bar(quiet=not here.first) as running:
             task = running.add_task("auditing", total=1.0)
 
             def show(text: str, share: float) -> None:
@@ -76,7 +81,7 @@ def audit(
 
             record = bilip.audit(
                 model,
-                sources,
+                _sources(data),
                 ood=_listed(ood),
                 budget=budget,
                 time=time,
@@ -86,21 +91,25 @@ def audit(
                 name=target,
                 command=shlex.join(["bilip", *sys.argv[1:]]),
                 keep_interrupted=True,
+                distributed=here.size > 1,
                 progress=show,
             )
             stop.late = True
-        if out is not None:  # first of all: what was measured must not be lost
-            record.save(out)
-        report.print_terminal(record)
-        shown = Console(highlight=False, soft_wrap=True)
-        if out is not None:
-            shown.print(f"wrote {out}", markup=False)
-        if html is not None:
-            report.write_html(record, html)
-            shown.print(f"wrote {html}", markup=False)
+        if here.first:
+            if out is not None:  # first of all: what was measured must not be lost
+                record.save(out)
+            report.print_terminal(record)
+            shown = Console(highlight=False, soft_wrap=True)
+            if out is not None:
+                shown.print(f"wrote {out}", markup=False)
+            if html is not None:
+                report.write_html(record, html)
+                shown.print(f"wrote {html}", markup=False)
         stop.check()
-    if record.settings["stopped"]:
-        raise KeyboardInterrupt
+        if record.settings["stopped"]:
+            raise KeyboardInterrupt
+    if not here.first:
+        return
     if required and record.settings["ended"]:
         print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
         raise typer.Exit(1)
