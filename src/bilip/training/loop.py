@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from bilip.auditing.probes.blame import kind_of
 from bilip.blocks import Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError, Stopped, TrainingDiverged
+from bilip.reversible import Reversible
 from bilip.training.interrupt import Interrupts
 from bilip.training.lock import alone
 from bilip.training.machines import launch
@@ -56,6 +57,7 @@ def train(
     Raises:
         Stopped: The deadline has passed, or SIGTERM asked to end; the state is saved.
         TrainingDiverged: A loss was not finite.
+        torch.OutOfMemoryError: With what to do about it.
         CheckpointError: The folder holds a run of another model or with other settings.
 
     Example:
@@ -75,12 +77,14 @@ def train(
         fabric = launch(settings) if fabric is None else fabric
         if fabric.is_global_zero:
             stack.enter_context(alone(Path(folder)))
-        run = Run(task, settings, Path(folder), fabric)
+        with _advised(task, settings, lambda: "at the start"):
+            run = Run(task, settings, Path(folder), fabric)
         stack.callback(run.log.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts(deadline))
         try:
-            _to_the_end(run, show, interrupts)
+            with _advised(task, settings, lambda: f"in step {run.done + 1}; {run.left}"):
+                _to_the_end(run, show, interrupts)
         except (KeyboardInterrupt, Stopped):
             if run.between_steps:
                 _taken(run, run.step.settle())
@@ -113,6 +117,21 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         progress(run.done, settings.steps, latest)
         interrupts.check(*_shared_clock(run))
     run.fabric.barrier()
+
+
+@contextlib.contextmanager
+def _advised(task: Task, settings: Settings, when: Callable[[], str]) -> Iterator[None]:
+    """Inside, an error for want of memory says what to do, in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition(". ")[0].rstrip(".") or "no more can be had"
+        stores = not any(isinstance(part, Reversible) for part in task.model.modules())
+        wrap = "Wrap the bijection in bilip.Reversible, which keeps the activations of one block alone, or use"
+        raise torch.OutOfMemoryError(
+            f"training is out of memory {when()} ({said}). {wrap if stores else 'Use'} a smaller batch, or "
+            f"Settings(accumulate={2 * settings.accumulate})."
+        ) from error
 
 
 def _taken(run: Run, settled: Sequence[Settled]) -> None:

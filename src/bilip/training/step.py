@@ -269,6 +269,8 @@ class CapturedStep:
         except RuntimeError as error:
             cause = error.__context__ or error  # a graph that was broken off says nothing of the reason
             torch.cuda.set_stream(stream)
+            if self.step.settings.capture and isinstance(cause, torch.OutOfMemoryError):
+                raise cause from error
             if self.step.settings.capture:
                 raise InputError(
                     f"capture=True: this step cannot run as a CUDA graph ({cause}). Use capture=None."
