@@ -304,6 +304,38 @@ def test_flags_that_are_read_while_the_next_step_runs(captured, device, tmp_path
     assert ran_on[2] == pytest.approx([sum(waited[2]) / STEPS], rel=1e-5)
 
 
+@pytest.mark.parametrize("log_every", [1, STEPS])
+def test_running_statistics_see_every_batch_once(captured, device, tmp_path, log_every):
+    """Also those of steps that are run again, because of a drift of their own or of the step before."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self, trunk):
+            super().__init__()
+            self.trunk, self.norm = Reversible(trunk), torch.nn.BatchNorm1d(2)
+
+    trunk = make_trunk()
+    base = make_task(trunk, at={STEPS - 3: lambda x: squashed(trunk, x)})
+    seen = []
+
+    def batch(draw):
+        seen.append(base.batch(draw)[0])
+        return (seen[-1],)
+
+    def loss(model, step, x):
+        z, log_det = model.trunk.forward_and_log_det(x)
+        return {"loss": (z.square().sum(1) / 2 - log_det).mean() + 0 * model.norm(x).sum()}
+
+    model = Normed(trunk)
+    train(Task(model, batch, loss), make_settings(device, lr=1e-4, log_every=log_every), tmp_path, progress=silent)
+    assert captured[0].reruns == 1
+    assert int(model.norm.num_batches_tracked) == STEPS
+    expected = torch.zeros(2)
+    for x in seen[-STEPS:]:
+        expected = 0.9 * expected + 0.1 * x.mean(0).cpu()
+    # A batch that counts twice moves it by 0.1 of some tenths; the one that is recorded on a CPU long before by a hundredth of that.
+    assert float((model.norm.running_mean.cpu() - expected).norm()) < 5e-3
+
+
 def test_the_host_runs_ahead(captured, device, tmp_path, monkeypatch):
     """That the test above compares two things: without a reason to look, a step is begun before the flags of the last one are read."""
     begun, looked = [], []

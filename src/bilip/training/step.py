@@ -102,10 +102,10 @@ class Step:
         return total
 
     def can_hold(self) -> bool:
-        """Whether a number on the device can keep the update from happening, and a step that is run twice leaves nothing behind."""
+        """Whether a number on the device can keep the update from happening."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         fused = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and all(g["fused"] for g in inner.param_groups)
-        return fused and self.settings.skip is None and self.average is None and not batch_norms(self.objective)
+        return fused and self.settings.skip is None and self.average is None
 
     def hold(self, held: Tensor) -> None:
         """From now on there is no update while this number on the device is 1: the way that fused optimizers leave out what overflowed."""
@@ -216,8 +216,10 @@ class CapturedStep:
     def _waiting(self, recorded: Recorded, step: int, batch: Batch) -> Mapping[str, Tensor]:
         """A replay whose update waits until the host has looked at the flags."""
         self.careful = max(0, self.careful - 1)
+        before = recorded.state()
         found = recorded.replay(batch)
         if recorded.raised():
+            _restore(before)
             if self.held is not None:
                 self.held.zero_()
             self.begin(step)
@@ -286,6 +288,8 @@ class CapturedStep:
             flag.on(batch[0].device)
         inputs = tuple(tensor.clone() for tensor in batch)
         before = [counts_of(flag) for flag in known]
+        buffers = list(self.step.objective.buffers())
+        versions = [buffer._version for buffer in buffers]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -303,7 +307,12 @@ class CapturedStep:
                 self.step.update()
             self.finish = finish  # one for all kinds of steps
         added = [{name: new[name] - old[name] for name in new} for new, old in zip(after, before, strict=True)]
-        return Recorded(graph, self.finish, inputs, found, list(self.flags), added)
+        changed = [b for b, version in zip(buffers, versions, strict=True) if b._version != version]
+        # Kernels of BatchNorm do not tell that they write.
+        changed += [
+            b for norm in batch_norms(self.step.objective) for b in norm.buffers() if all(b is not c for c in changed)
+        ]
+        return Recorded(graph, self.finish, inputs, found, list(self.flags), added, changed)
 
 
 @dataclass(frozen=True)
@@ -317,6 +326,7 @@ class Recorded:
         found: The tensors it leaves the losses in.
         flags: Those it may raise.
         added: What each replay adds to the counts of their owners.
+        buffers: Buffers of the model that it writes, such as running statistics.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -325,6 +335,13 @@ class Recorded:
     found: dict[str, Tensor]
     flags: list[Flag]
     added: list[dict[str, int]]
+    buffers: list[Tensor]
+
+    def state(self) -> list[tuple[Tensor, Tensor]]:
+        """What a replay writes beside gradients and losses, with copies of what is there now; nothing where no flag can be raised."""
+        watches = (flag.owner for flag in self.flags if isinstance(flag.owner, Watch))
+        counters = [counter for watch in watches for counter in watch.counters.values()]
+        return [(tensor, tensor.clone()) for tensor in (*counters, *self.buffers)] if self.flags else []
 
     def spot_check_is_due(self) -> bool:
         """Whether a guard is to compare gradients in the next step."""
@@ -368,8 +385,7 @@ class Pending:
         self.step, self.batch, self.recorded, self.held = step, batch, recorded, held
         owners = [flag.owner for flag in recorded.flags]
         self.counts = [(owner, counts_of(flag)) for owner, flag in zip(owners, recorded.flags, strict=True)]
-        watches = (owner for owner in owners if isinstance(owner, Watch))
-        self.counters = [(counter, counter.clone()) for watch in watches for counter in watch.counters.values()]
+        self.before = recorded.state()
         self.found = {name: value.clone() for name, value in recorded.replay(batch).items()}
         self.seen = torch.empty((), pin_memory=held.is_cuda)
         self.seen.copy_(held, non_blocking=True)
@@ -386,13 +402,18 @@ class Pending:
         return bool(self.seen)
 
     def undo(self) -> None:
-        """Take back the counts. The weights were not touched."""
+        """Take back counts and running statistics. The weights were not touched."""
         for owner, counts in self.counts:
             if owner is not None:
                 vars(owner).update(counts)
-        for counter, before in self.counters:
-            counter.copy_(before)
+        _restore(self.before)
         self.held.zero_()
+
+
+@torch.no_grad()
+def _restore(state: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, before in state:
+        tensor.copy_(before)
 
 
 def _is_raised(flags: list[Flag], device: torch.device) -> Tensor:
