@@ -1,7 +1,8 @@
 """Does an audit on two processes give the record of one, in half of the time?
 
-A Glow with random weights is audited by `bilip audit` in one process and under `torchrun` in several, one thread each, one command after the
-other on the same cores. Times are those of the whole commands, with the start of Python. On a GPU, each process takes the next one.
+A Glow with random weights is audited by `bilip audit` in one process and under `torchrun` in several, one thread each, one command
+after the other on the same cores. Times are those of the whole commands, with the start of Python. With `--device cuda` each
+process takes a GPU of its own, as far as there are any.
 
     python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
     python benchmarks/audit_scale.py --device cuda --processes 2 --out results/audit_scale/h200.json
