@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 
 from bilip.data import ImageBatches, Images
-from bilip.models import classifier, glow
+from bilip.models import Classifier, classifier, glow
 from bilip.objectives import Classification
 from bilip.record import environment
 from bilip.reversible import Reversible
 from bilip.training import Settings, Task, run, train
 from bilip.training.step import CapturedStep
+from bilip.training.task import Draw
 
 FIRST = 40
 
@@ -78,9 +79,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def bare(
-    captured: CapturedStep | None, model: torch.nn.Module, batches: ImageBatches, args: argparse.Namespace
-) -> float:
+def bare(captured: CapturedStep | None, model: Classifier, batches: ImageBatches, args: argparse.Namespace) -> float:
     """Seconds of one step with nothing around it."""
     if captured is not None:
         (recorded,) = captured.graphs.values()
@@ -90,8 +89,7 @@ def bare(
             recorded.finish.replay()
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-        draw = type("Draw", (), {"seed": 0, "step": 0})()
-        batch, objective = batches(draw), Classification()
+        batch, objective = batches(Draw(0, 0)), Classification()
         model.to(args.device).train()
 
         def step() -> None:

@@ -32,19 +32,19 @@ __all__ = ["Room", "Structured", "structured"]
 class Structured(Protocol):
     """A Jacobian, or one for each point of a batch; directions and images have the shapes of the block's input and output."""
 
-    def apply(self, v: Tensor) -> Tensor:
+    def apply(self, v: Tensor, /) -> Tensor:
         """$J v$."""
         ...
 
-    def adjoint(self, u: Tensor) -> Tensor:
+    def adjoint(self, u: Tensor, /) -> Tensor:
         r"""$J^\top u$."""
         ...
 
-    def solve(self, w: Tensor) -> Tensor:
+    def solve(self, w: Tensor, /) -> Tensor:
         """$J^{-1} w$."""
         ...
 
-    def solve_adjoint(self, v: Tensor) -> Tensor:
+    def solve_adjoint(self, v: Tensor, /) -> Tensor:
         r"""$J^{-\top} v$."""
         ...
 
@@ -237,11 +237,13 @@ class _Triangle:
 
     def _moved(self, x1: Tensor) -> Tensor:
         """The transformed part as a function of the part that the nets see."""
-        x2, context = (_rows(given, x1) for given in (self.x2, self.context))
-        outputs = self._nets(x1, x2, context)
-        return x2 + outputs[0] if len(outputs) == 1 else torch.addcmul(outputs[0], x2, self.part.scale(outputs[1]))
+        x2, context = _rows(self.x2, x1), None if self.context is None else _rows(self.context, x1)
+        shift, *raw = self._nets(x1, x2, context)
+        if isinstance(self.part, AffineCoupling):
+            return torch.addcmul(shift, x2, self.part.scale(*raw))
+        return x2 + shift
 
-    def _nets(self, x1: Tensor, x2: Tensor | None, context: Tensor | None) -> list[Tensor]:
+    def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> list[Tensor]:
         if isinstance(self.part, AffineCoupling):
             return list(self.part.shift_and_raw_scale(x1, x2, context))
         return [self.part._shift(x1, x2, context)]
@@ -254,7 +256,7 @@ class _Triangle:
 
     def _chain(self) -> Callable[[Tensor], Tensor] | None:
         net = self.part.t
-        if getattr(self.part, "s", None) is not None or type(net) not in (MLP, ConvNet):
+        if getattr(self.part, "s", None) is not None or not isinstance(net, (MLP, ConvNet)):
             return None
         return _chain_of(net, self.x1, self.context if self.part._context else None)
 
@@ -353,6 +355,6 @@ def _linear(act: Callable[..., Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return act(v, weight, None)
 
 
-def _rows(given: Tensor | None, x: Tensor) -> Tensor | None:
+def _rows(given: Tensor, x: Tensor) -> Tensor:
     """One row serves a point that was repeated."""
-    return given if given is None or len(given) == len(x) else given.expand(len(x), *given.shape[1:])
+    return given if len(given) == len(x) else given.expand(len(x), *given.shape[1:])
