@@ -3,15 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 import bilip
 from bilip.auditing.share import Share
+from bilip.cli import _processes
+from bilip.cli._door import Stop
 from bilip.errors import InputError
 
 pytestmark = [pytest.mark.process, pytest.mark.numeric]
@@ -90,7 +94,10 @@ def test_two_processes_give_the_record_of_one(folder):
     assert [run.returncode for run in runs] == [0, 0], said
     one, two = (without_times(folder / name) for name in ("one.json", "two.json"))
     assert len(one["measurements"]) >= 8
-    assert any(m["probe"] == "blame" and m["source"] == "base" for m in one["measurements"])  # its own bad samples
+    assert {m["source"] for m in one["measurements"] if m["probe"] == "blame"} == {
+        "x",
+        "uniform",
+    }  # at what others found
     assert two == one
     assert said[1][0].count("wrote two.json") == 1
 
@@ -122,12 +129,26 @@ def test_without_a_group_it_says_what_to_do():
 
 
 def test_a_rank_that_cannot_be_is_one_line(monkeypatch):
-    from bilip.cli._processes import Processes
-
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="RANK < WORLD_SIZE"):
-        Processes.started()
+        _processes.Processes.started()
+
+
+def test_a_process_that_is_left_alone_says_so(monkeypatch):
+    """As in a program that torchrun started, and whose first process alone calls the command."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_processes, "_JOIN", timedelta(seconds=1))
+    with (
+        Stop() as stop,
+        pytest.raises(InputError, match=r"did not come within 1 s: RANK=0 and WORLD_SIZE=2.*unset RANK"),
+        _processes.processes(stop),
+    ):
+        pass
 
 
 def test_one_process_does_all_tasks_in_the_order_asked_for():

@@ -20,6 +20,7 @@ __all__ = ["Processes", "processes"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WAIT = timedelta(seconds=10)
+_JOIN = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,17 @@ def processes(stop: Stop) -> Iterator[Processes]:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", here.rank)) % torch.cuda.device_count())
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=_JOIN)))
+        store.set(f"bilip/here/{rank}", "")
+        store.wait([f"bilip/here/{k}" for k in range(size)], _JOIN)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the other processes did not come within {_JOIN.total_seconds():.0f} s: RANK={here.rank} and WORLD_SIZE={here.size} in the "
+            "environment say that this is one of several. Start all of them with torchrun, or unset RANK to audit in one process."
+        ) from error
     # Only small results travel. Whoever is done waits as long as the others need.
-    dist.init_process_group("gloo", timeout=timedelta(days=30))
-    store = dist.distributed_c10d._get_default_store()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=30))
     with _once(stop):
         try:
             yield here
