@@ -27,14 +27,14 @@ import bilip
 
 def flow():
     torch.manual_seed(0)
-    flow = bilip.Flow(bilip.models.real_nvp(6, blocks=4, coupling="affine", scale="exp"))
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=8, hidden=(16,), scale="sigmoid"))
     with torch.no_grad():
         for p in flow.parameters():
-            p.add_(1.5 * torch.randn_like(p))
+            p.mul_(2.0)
     return flow
 
 def unseeded():
-    return bilip.Flow(bilip.models.real_nvp(6, blocks=2))
+    return bilip.Flow(bilip.models.real_nvp(2, blocks=2))
 
 def slow():
     made = flow()
@@ -62,7 +62,7 @@ AUDIT = (
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("share")
     (made / "flows_to_share.py").write_text(MODELS)
-    np.save(made / "x.npy", np.random.default_rng(0).normal(size=(600, 6)).astype("float32"))
+    np.save(made / "x.npy", np.random.default_rng(0).normal(size=(400, 2)).astype("float32"))
     return made
 
 
