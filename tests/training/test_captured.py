@@ -269,6 +269,118 @@ def test_outputs_that_overflow(captured, device, tmp_path, options):
     assert captured[0].reruns >= 1
 
 
+def drifting(step, budget=2**20, **options):
+    """A task whose walk begins to drift before a step."""
+    trunk = make_trunk()
+    base = make_task(Reversible(trunk, Guard(budget=budget)), at={step: lambda x: squashed(trunk, x)}, **options)
+
+    def loss(model, step, x):
+        return base.loss(model, step, x + 0.01 * torch.randn_like(x))
+
+    return Task(base.model, base.batch, loss)
+
+
+def ends(make, device, folder, **changes):
+    """The state in which a run ends, and its mean losses."""
+    task = make()
+    train(task, make_settings(device, lr=1e-4, **changes), folder, progress=silent)
+    tensors, facts = read_state(folder / "last.safetensors")
+    tensors = {name: value for name, value in tensors.items() if not name.startswith("sums.")}
+    return tensors, facts["guards"], read_log(folder, "train")["loss"]
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+@pytest.mark.parametrize("step", [7, 8, STEPS - 1])
+def test_flags_that_are_read_while_the_next_step_runs(captured, device, tmp_path, budget, step):
+    """Steps that wait for their flags, and steps that do not: the same weights, moments, counts and losses, bit for bit."""
+    waited = ends(lambda: drifting(step, budget), device, tmp_path / "waited", log_every=1)
+    ran_on = ends(lambda: drifting(step, budget), device, tmp_path / "ran on", log_every=STEPS)
+    assert captured[0].reruns == captured[1].reruns >= 1
+    assert captured[0].replays == captured[1].replays
+    assert ran_on[0].keys() == waited[0].keys()
+    assert ran_on[1] == waited[1]
+    if device.type == "cpu":
+        assert all(torch.equal(ran_on[0][name], value) for name, value in waited[0].items())
+    assert ran_on[2] == pytest.approx([sum(waited[2]) / STEPS], rel=1e-5)
+
+
+@pytest.mark.parametrize("log_every", [1, STEPS])
+def test_running_statistics_see_every_batch_once(captured, device, tmp_path, log_every):
+    """Also those of steps that are run again, because of a drift of their own or of the step before."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self, trunk):
+            super().__init__()
+            self.trunk, self.norm = Reversible(trunk), torch.nn.BatchNorm1d(2)
+
+    trunk = make_trunk()
+    base = make_task(trunk, at={STEPS - 3: lambda x: squashed(trunk, x)})
+    seen = []
+
+    def batch(draw):
+        seen.append(base.batch(draw)[0])
+        return (seen[-1],)
+
+    def loss(model, step, x):
+        z, log_det = model.trunk.forward_and_log_det(x)
+        return {"loss": (z.square().sum(1) / 2 - log_det).mean() + 0 * model.norm(x).sum()}
+
+    model = Normed(trunk)
+    train(Task(model, batch, loss), make_settings(device, lr=1e-4, log_every=log_every), tmp_path, progress=silent)
+    assert captured[0].reruns == 1
+    assert int(model.norm.num_batches_tracked) == STEPS
+    expected = torch.zeros(2)
+    for x in seen[-STEPS:]:
+        expected = 0.9 * expected + 0.1 * x.mean(0).cpu()
+    # A batch that counts twice moves it by 0.1 of some tenths; the one that is recorded on a CPU long before by a hundredth of that.
+    assert float((model.norm.running_mean.cpu() - expected).norm()) < 5e-3
+
+
+def test_the_host_runs_ahead(captured, device, tmp_path, monkeypatch):
+    """That the test above compares two things: without a reason to look, a step is begun before the flags of the last one are read."""
+    begun, looked = [], []
+    from bilip.training import step as steps
+
+    class Watched(steps.Pending):
+        def __init__(self, step, *args):
+            begun.append(step)
+            super().__init__(step, *args)
+
+        def raised(self):
+            looked.append((self.step, begun[-1]))
+            return super().raised()
+
+    monkeypatch.setattr(steps, "Pending", Watched)
+    train(drifting(STEPS), make_settings(device, log_every=STEPS), tmp_path, progress=silent)
+    assert [(step, step + 1) for step in begun[:-1]] == looked[:-1]
+    assert looked[-1] == (STEPS - 1, STEPS - 1)
+    assert begun == list(range(WARMUP, STEPS))
+
+
+def test_stopped_while_a_step_is_under_way(captured, device, tmp_path):
+    def stop(done, steps, latest):
+        if done == 9:
+            raise KeyboardInterrupt
+
+    whole = ends(lambda: drifting(8), device, tmp_path / "whole", log_every=STEPS)
+    with pytest.raises(KeyboardInterrupt):
+        train(drifting(8), make_settings(device, lr=1e-4, log_every=STEPS), tmp_path / "parts", progress=stop)
+    assert read_state(tmp_path / "parts" / "last.safetensors")[1]["step"] == 9
+    assert captured[1].reruns == 1  # it was repaired before it was saved
+    parts = ends(lambda: drifting(STEPS), device, tmp_path / "parts", log_every=STEPS)
+    assert parts[1]["bijection"]["steps"] == whole[1]["bijection"]["steps"] == STEPS
+    assert parts[2] == pytest.approx(whole[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"ema": 0.9}, {"optimizer": "adamax"}, {"skip": 3}])
+def test_updates_that_cannot_be_held_back_wait(captured, device, tmp_path, changes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a CPU Adamax stays eager
+        train(drifting(7), make_settings(device, steps=10, **changes), tmp_path, progress=silent)
+    assert captured[0].held is None
+    assert captured[0].pending is None
+
+
 @pytest.mark.parametrize("stop", [2, 17])
 def test_resumed(captured, device, tmp_path, stop):
     def make():

@@ -463,6 +463,29 @@ def test_batch_norm_is_not_shown_the_first_batch_twice(tmp_path):
     assert int(model.norm.num_batches_tracked) == 3
 
 
+@pytest.mark.parametrize(
+    ("step", "when"), [(0, "at the start"), (3, r"in step 4; the last good checkpoint is .*last\.safetensors")]
+)
+@pytest.mark.parametrize("kind", ["flow", "all"])
+def test_out_of_memory_says_what_to_do(tmp_path, kind, step, when):
+    task = make_task(kind)
+    calls = []
+
+    def loss(model, number, *batch):
+        calls.append(number)
+        if number == step and (step or len(calls) == 1):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
+        return task.loss(model, number, *batch)
+
+    other = Task(task.model, task.batch, loss, penalties=task.penalties)
+    with pytest.raises(torch.OutOfMemoryError, match=rf"out of memory {when} \(CUDA out of memory\)") as caught:
+        train(other, make_settings(steps=5, save_every=1), tmp_path, progress=silent)
+    said = str(caught.value)
+    assert "a smaller batch" in said
+    assert "\n" not in said
+    assert ("bilip.Reversible" in said) == (kind == "flow")  # the other one is wrapped already
+
+
 def test_a_run_of_another_architecture_or_with_other_settings(tmp_path):
     train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
     other = Task(Flow(models.real_nvp(2, blocks=6)), make_task("flow").batch, Likelihood())

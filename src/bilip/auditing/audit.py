@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
@@ -21,6 +22,7 @@ from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import PROBES, Task
+from bilip.auditing.share import Share
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
 from bilip.data.loader import is_loader
@@ -51,6 +53,7 @@ def audit(
     description: str = "",
     command: str = "",
     keep_interrupted: bool = False,
+    distributed: bool = False,
     progress: Progress | None = None,
 ) -> AuditRecord:
     r"""Is this model still invertible, where does it break, and what may it be used for?
@@ -78,6 +81,8 @@ def audit(
         description: One line that says what the model is, for reports.
         command: The command to repeat the audit, for the report.
         keep_interrupted: On Ctrl-C return what was measured so far instead of raising.
+        distributed: Divide the work among the processes of `torch.distributed`, which all make this call, with the same model and the
+            same data. Each gets the whole record, with the numbers of one process.
         progress: Called with a text and the share that is done; by default a line on the terminal.
 
     Example:
@@ -92,7 +97,7 @@ def audit(
     for label, value, least, most in (("seed", seed, 0, 2**63 - 1), ("bits", bits, 1, 32)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise InputError(f"audit({label}={value!r}): expected a whole number, {least} to {most}.")
-    clock = _Clock(started, time)
+    clock, share = _Clock(started, time), Share(distributed=distributed)
     thresholds = thresholds or Thresholds()
     probes = None if probes is None else _listed([probes] if isinstance(probes, p.Probe) else probes)
     with _unended():
@@ -106,7 +111,8 @@ def audit(
         relative=thresholds.limit(subject.eps),
         bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
     )
-    show, measurements, stopped = progress or _Line(), [], False
+    show, stopped = progress or (_Line() if share.rank == 0 else _quiet), False
+    measurements: list[Measurement] = []
     failing: dict[str, Batch] = {}
     with (
         _arithmetic(subject, autocast, tf32) as as_run,
@@ -122,35 +128,54 @@ def audit(
             subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
         main = next((s for s in streams if s.role == "data"), streams[0])
         plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
-        closer = {probe.name: probe for probe, _ in plan if probe.scope == "failing"}
-        for k, (probe, stream) in enumerate([*plan, *((probe, None) for probe in closer.values())]):
-            if stream is None:  # samples of the model that are bad
-                if "base" not in failing or stopped or any(s.name == "base" for s in streams):
-                    continue
-                stream = Source("base", TensorRows(failing["base"].x), context=_context_rows(failing["base"]))
-            elif probe.only_failing and stream is not main and stream.name not in failing:
-                continue
-            text = f"{probe.name} on {stream.name}"
+        share.agree("model", subject.bijection.state_dict().values())
+        for stream in streams:
+            some = next(iter(stream.batches(64, limit=64, dtype=torch.float64)))
+            share.agree(f"source {stream.name!r}", (some.x, some.context))
+
+        def measured(task: tuple[p.Probe, Source], begun: int) -> _Done:
+            nonlocal stopped
+            probe, stream = task
+            if share.interrupted and not keep_interrupted:
+                raise KeyboardInterrupt
+            stopped = stopped or share.interrupted
             if stopped or clock.over:
                 reason = "the audit was stopped before" if stopped else clock.reason
-                measurements.append(Measurement(probe.name, stream.name, reason=reason))
-                continue
-
+                return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=stopped)
+            text, done = f"{probe.name} on {stream.name}", len(measurements) + begun
             try:
-                show(text, min(1.0, k / len(plan)))
-                with subject.watched(clock.check), _told(probe, _moving(clock, show, text, k, len(plan))):
+                show(text, min(1.0, done / len(plan)))
+                with subject.watched(clock.check), _told(probe, _moving(clock, show, text, done, len(plan))):
                     found = probe.find(subject, _at_failing(probe, stream, failing))
-                measurement = found.measurement
                 if clock.rang:  # a part of what it measures may be missing
-                    measurement = Measurement(probe.name, stream.name, reason=clock.reason)
-                measurements.append(measurement)
-                if found.failing is not None:
-                    failing.setdefault(measurement.source, found.failing)
+                    return _Done(Measurement(probe.name, stream.name, reason=clock.reason))
+                lost = found.failing
+                if lost is not None and share.size > 1:  # it travels
+                    lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
+                return _Done(found.measurement, lost)
             except KeyboardInterrupt:
                 if not keep_interrupted:
                     raise
                 stopped = True
-                measurements.append(Measurement(probe.name, stream.name, reason="the audit was stopped here"))
+                reason = "the audit was stopped here"
+                return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=True)
+
+        def work(tasks: list[tuple[p.Probe, Source]]) -> None:
+            nonlocal stopped
+            # What is measured once takes longest: another process does the rest meanwhile.
+            order = sorted(range(len(tasks)), key=lambda k: share.size > 1 and tasks[k][0].scope != "data")
+            for done in share.all_of(tasks, order, measured):
+                measurements.append(done.measurement)
+                stopped = stopped or done.stopped
+                if done.failing is not None:
+                    failing.setdefault(done.measurement.source, done.failing)
+
+        # Probes that look closer at what failed wait for those that find it.
+        for _, group in itertools.groupby(plan, lambda pair: pair[0].scope == "failing"):
+            work([(q, s) for q, s in group if not q.only_failing or s is main or s.name in failing])
+        if "base" in failing and not stopped and all(s.name != "base" for s in streams):  # bad samples of the model
+            bad = Source("base", TensorRows(failing["base"].x), context=_context_rows(failing["base"]))
+            work([(q, bad) for q in {q.name: q for q, _ in plan if q.scope == "failing"}.values()])
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
@@ -182,6 +207,15 @@ def audit(
         environment=environment() | _device(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What became of one task."""
+
+    measurement: Measurement
+    failing: Batch | None = None
+    stopped: bool = False
 
 
 class _Clock:
@@ -432,6 +466,10 @@ def _device(subject: p.Subject) -> dict[str, str]:
     if subject.device.type != "cuda":
         return {"threads": str(torch.get_num_threads())}
     return {"device": torch.cuda.get_device_name(subject.device), "cuda": str(torch.version.cuda)}
+
+
+def _quiet(text: str, share: float) -> None:
+    """No progress shown."""
 
 
 class _Line:

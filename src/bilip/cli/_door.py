@@ -16,7 +16,7 @@ import typer
 
 from bilip.errors import BilipError, Stopped, said_by
 
-__all__ = ["Stop", "door", "end"]
+__all__ = ["Stop", "door", "end", "last_words"]
 
 FAULT = 3
 AGAIN = 75
@@ -44,14 +44,15 @@ def door(verb: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             if shown:
                 traceback.print_exception(error)
-            end(*_last_words(error))
+            end(*last_words(error))
 
     guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])  # type: ignore[attr-defined]
     guarded.__annotations__ = {**verb.__annotations__, "traceback": bool}
     return guarded
 
 
-def _last_words(error: BaseException) -> tuple[str, int]:
+def last_words(error: BaseException) -> tuple[str, int]:
+    """The line that is said about an error, and the exit code."""
     if isinstance(error, Terminated):
         return "stopped", TERMINATED
     if isinstance(error, KeyboardInterrupt):

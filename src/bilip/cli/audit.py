@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bilip.cli._bar import bar
 from bilip.cli._door import Stop
+from bilip.cli._processes import Processes, processes
 from bilip.errors import InputError
 
 __all__ = ["audit", "require_page", "require_writable"]
@@ -71,6 +72,9 @@ def audit(
     """Audit a model: is it invertible, where does it break, what may it be used for?
 
     What is not given here is read from [tool.bilip] of the nearest pyproject.toml.
+
+    Under torchrun several processes, GPUs or machines share the work and give the record of one:
+    torchrun --nproc-per-node 4 -m bilip audit ...
     """
     from bilip._project import find_project
 
@@ -87,9 +91,10 @@ def audit(
     limits = {**project.limits, **_limits(limit or [])}
     if summary is None and os.environ.get("GITHUB_STEP_SUMMARY"):
         summary = Path(os.environ["GITHUB_STEP_SUMMARY"])
-    for path in (out, html, junit, summary):
-        require_writable(path)
-    require_page(html)
+    if Processes.started().first:
+        for path in (out, html, junit, summary):
+            require_writable(path)
+        require_page(html)
 
     import bilip
     from bilip import report
@@ -97,11 +102,11 @@ def audit(
     from bilip.record import write_aside
 
     thresholds = bilip.Thresholds(**limits)
-    model = load_model(target, device)
     sources = _sources(data) if data else dict(project.sources)
     noise = project.ood if ood is None else _listed(ood)
-    with Stop() as stop:
-        with bar() as running:
+    with Stop() as stop, processes(stop) as here:
+        model = load_model(target, device)
+        with bar(quiet=not here.first) as running:
             task = running.add_task("auditing", total=1.0)
 
             def show(text: str, share: float) -> None:
@@ -122,30 +127,34 @@ def audit(
                 name=target,
                 command=shlex.join(["bilip", *sys.argv[1:]]),
                 keep_interrupted=True,
+                distributed=here.size > 1,
                 progress=show,
             )
             stop.late = True
-        if out is not None:  # first of all: what was measured must not be lost
-            record.save(out)
-        report.print_terminal(record)
-        shown = Console(highlight=False, soft_wrap=True)
-        if out is not None:
-            shown.print(f"wrote {out}", markup=False)
-        if junit is not None:
-            write_aside(junit, report.to_junit(record, require=required, not_measured=not_measured))
-            shown.print(f"wrote {junit}", markup=False)
-        if summary is not None:
-            with summary.open("a", encoding="utf-8") as file:
-                file.write(report.to_markdown(record) + "\n")
-            shown.print(f"added to {summary}", markup=False)
-        if html is not None:
-            report.write_html(record, html)
-            shown.print(f"wrote {html}", markup=False)
-        if project.path is not None:
-            shown.print(f"settings of {project.path} [tool.bilip]", markup=False)
+        if here.first:
+            if out is not None:  # first of all: what was measured must not be lost
+                record.save(out)
+            report.print_terminal(record)
+            shown = Console(highlight=False, soft_wrap=True)
+            if out is not None:
+                shown.print(f"wrote {out}", markup=False)
+            if junit is not None:
+                write_aside(junit, report.to_junit(record, require=required, not_measured=not_measured))
+                shown.print(f"wrote {junit}", markup=False)
+            if summary is not None:
+                with summary.open("a", encoding="utf-8") as file:
+                    file.write(report.to_markdown(record) + "\n")
+                shown.print(f"added to {summary}", markup=False)
+            if html is not None:
+                report.write_html(record, html)
+                shown.print(f"wrote {html}", markup=False)
+            if project.path is not None:
+                shown.print(f"settings of {project.path} [tool.bilip]", markup=False)
         stop.check()
-    if record.settings["stopped"]:
-        raise KeyboardInterrupt
+        if record.settings["stopped"]:
+            raise KeyboardInterrupt
+    if not here.first:
+        return
     if required and record.settings["ended"]:
         print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from bilip.auditing.probes.blame import kind_of
 from bilip.blocks import Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError, Stopped, TrainingDiverged
+from bilip.reversible import Reversible
 from bilip.training.interrupt import Interrupts
 from bilip.training.lock import alone
 from bilip.training.machines import launch
@@ -22,6 +23,7 @@ from bilip.training.progress import shown
 from bilip.training.run import Run, Trained
 from bilip.training.settings import Settings
 from bilip.training.state import save_state
+from bilip.training.step import Settled
 from bilip.training.task import Task
 
 __all__ = ["Trained", "train"]
@@ -55,6 +57,7 @@ def train(
     Raises:
         Stopped: The deadline has passed, or SIGTERM asked to end; the state is saved.
         TrainingDiverged: A loss was not finite.
+        torch.OutOfMemoryError: With what to do about it.
         CheckpointError: The folder holds a run of another model or with other settings.
 
     Example:
@@ -74,14 +77,17 @@ def train(
         fabric = launch(settings) if fabric is None else fabric
         if fabric.is_global_zero:
             stack.enter_context(alone(Path(folder)))
-        run = Run(task, settings, Path(folder), fabric)
+        with _advised(task, settings, lambda: "at the start"):
+            run = Run(task, settings, Path(folder), fabric)
         stack.callback(run.log.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts(deadline))
         try:
-            _to_the_end(run, show, interrupts)
+            with _advised(task, settings, lambda: f"in step {run.done + 1}; {run.left}"):
+                _to_the_end(run, show, interrupts)
         except (KeyboardInterrupt, Stopped):
             if run.between_steps:
+                _taken(run, run.step.settle())
                 run.save()
             raise
     return Trained(run.folder, run.done, run.best_step, run.best_loss, run.main)
@@ -93,20 +99,17 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         latest |= _evaluated(run)
     while run.done < settings.steps:
         step, run.between_steps = run.done, False
-        run.set_rate(settings.rate(step))
-        run.reseed(step)
-        batch = run.batch(step)
-        found = run.step(step, batch)
-        if settings.skip is not None:
-            _judged(run, found, batch)
-        for name, value in found.items():
-            run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
-        run.done, run.summed = step + 1, run.summed + 1
-        if settings.due(settings.log_every, run.done) or (run.exact and not math.isfinite(float(run.sums["loss"]))):
+        run.begin(step)
+        _taken(run, run.step.advance(step, run.batch(step)))
+        run.done = step + 1
+        logs, saves = (settings.due(every, run.done) for every in (settings.log_every, settings.save_every))
+        if logs or saves or settings.evaluates(run.done) or run.done == settings.steps:
+            _taken(run, run.step.settle())
+        if logs or (run.exact and run.summed and not math.isfinite(float(run.sums["loss"]))):
             latest |= _logged(run)
         if settings.evaluates(run.done):
             latest |= _evaluated(run)
-        if settings.due(settings.save_every, run.done) and not run.save() and run.done == settings.steps:
+        if saves and not run.save() and run.done == settings.steps:
             raise TrainingDiverged(
                 f"training diverged: the last step left weights that are not finite; {run.left}.", run.done
             )
@@ -116,12 +119,38 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
     run.fabric.barrier()
 
 
-def _judged(run: Run, found: Mapping[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> None:
+@contextlib.contextmanager
+def _advised(task: Task, settings: Settings, when: Callable[[], str]) -> Iterator[None]:
+    """Inside, an error for want of memory says what to do, in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition(". ")[0].rstrip(".") or "no more can be had"
+        stores = not any(isinstance(part, Reversible) for part in task.model.modules())
+        wrap = "Wrap the bijection in bilip.Reversible, which keeps the activations of one block alone, or use"
+        raise torch.OutOfMemoryError(
+            f"training is out of memory {when()} ({said}). {wrap if stores else 'Use'} a smaller batch, or "
+            f"Settings(accumulate={2 * settings.accumulate})."
+        ) from error
+
+
+def _taken(run: Run, settled: Sequence[Settled]) -> None:
+    """Add up the losses of steps that are done for good."""
+    for one in settled:
+        if run.settings.skip is not None:
+            _judged(run, one)
+        for name, value in one.found.items():
+            run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
+        run.summed += 1
+
+
+def _judged(run: Run, settled: Settled) -> None:
     """Count steps that were skipped; end where the loss is not finite, or too many were skipped one after the other."""
+    found, batch = settled.found, settled.batch
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if bool(found["skipped"]) else 0
     if not run.skipped_in_a_row:
         return
-    loss, step, model = float(found["loss"]), run.done + 1, run.task.model
+    loss, step, model = float(found["loss"]), settled.step + 1, run.task.model
     if not math.isfinite(loss) and run.fabric.world_size == 1:
         raise TrainingDiverged(
             f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {run.left}.",

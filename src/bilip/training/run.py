@@ -103,7 +103,7 @@ class Run:
                     f"{self.last} does not fit this run ({text.rstrip('.'):.300}). Choose another folder, or delete it to begin anew."
                 ) from error
         step = Step(fabric, wrapped, self.optimizer, settings, self.average)
-        self.step = CapturedStep(step, task, self.reseed) if captured else step
+        self.step = CapturedStep(step, task, self.begin) if captured else step
         self.log = Log(folder if self.main else None, facts.get("log"), self.done)
 
     @property
@@ -120,6 +120,11 @@ class Run:
     def exact(self) -> bool:
         """Whether every loss is looked at: elsewhere that would hold up the device, or the other processes."""
         return self.fabric.device.type == "cpu" and self.fabric.world_size == 1
+
+    def begin(self, step: int) -> None:
+        """Learning rate and seeds of a step."""
+        self.set_rate(self.settings.rate(step))
+        self.reseed(step)
 
     def reseed(self, step: int) -> None:
         """Seed torch's generators, for what nets draw in a step."""

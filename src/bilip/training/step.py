@@ -13,14 +13,31 @@ from bilip._capture import Flag, noting
 from bilip.errors import InputError
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
+from bilip.reversible.replay import batch_norms
 from bilip.training.average import Average
 from bilip.training.settings import Settings
 from bilip.training.task import Objective, Task
 
-__all__ = ["CapturedStep", "Step"]
+__all__ = ["CapturedStep", "Settled", "Step"]
 
 Batch = tuple[Tensor, ...]
 WARMUP = 3
+CAREFUL = 16  # steps that wait for their flags after one was raised
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A step that is done for good.
+
+    Attributes:
+        step: Its number.
+        batch: What it was trained on.
+        found: Its losses, valid until the next call.
+    """
+
+    step: int
+    batch: Batch
+    found: Mapping[str, Tensor]
 
 
 class Step:
@@ -50,6 +67,14 @@ class Step:
             self.update()
         return found
 
+    def advance(self, step: int, batch: Batch) -> list[Settled]:
+        """Train on a batch; which steps are now done for good."""
+        return [Settled(step, batch, self(step, batch))]
+
+    def settle(self) -> list[Settled]:
+        """Wait for what is under way."""
+        return []
+
     def look(self, found: dict[str, Tensor], grads: Iterable[Tensor | None]) -> None:
         """Where gradients are looked at, note `skipped`: 1 where the loss or one of them is not finite, else 0."""
         if self.settings.skip is None:
@@ -76,6 +101,16 @@ class Step:
                 total[name] = total.get(name, 0) + value.detach() * share
         return total
 
+    def can_hold(self) -> bool:
+        """Whether a number on the device can keep the update from happening."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        fused = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and all(g["fused"] for g in inner.param_groups)
+        return fused and self.settings.skip is None and self.average is None
+
+    def hold(self, held: Tensor) -> None:
+        """From now on there is no update while this number on the device is 1: the way that fused optimizers leave out what overflowed."""
+        getattr(self.optimizer, "optimizer", self.optimizer).found_inf = held
+
     def update(self) -> None:
         """Clip, step, average."""
         if self.settings.clip is not None:
@@ -90,18 +125,22 @@ class Step:
 class CapturedStep:
     """The same step replayed as CUDA graphs: one for the gradients of each kind of step, one for the update.
 
-    The first steps of a kind run eagerly, which allocates what the libraries need. Between gradients and update the flags of
-    `Reversible`s and penalties are read; if one is raised, the gradients are computed again without the graph, which repairs. So are
+    The first steps of a kind run eagerly, which allocates what the libraries need. After the gradients the flags of
+    `Reversible`s and penalties are looked at; if one is raised, the gradients are computed again without the graph, which repairs. So are
     those of every step in which a guard is to make a spot check.
+
+    Where the optimizer can leave out an update on the device (fused Adam without an average), the host does not wait for the flags:
+    an update with a raised flag, and every one after it, changes nothing, and the host reads the flags of a step while the next one
+    runs. If one was raised, that step is repaired and the next one is run again, so the weights are those of steps that waited.
 
     Args:
         step: The eager step. Its optimizer has to be capturable.
         task: Decides which steps do the same work.
-        reseed: Seeds torch's generators for a step.
+        begin: Sets the learning rate of a step, and seeds torch's generators for it.
     """
 
-    def __init__(self, step: Step, task: Task, reseed: Callable[[int], object]) -> None:
-        self.step, self.task, self.reseed = step, task, reseed
+    def __init__(self, step: Step, task: Task, begin: Callable[[int], object]) -> None:
+        self.step, self.task, self.begin = step, task, begin
         self.calls: dict[object, int] = {}
         self.graphs: dict[object, Recorded] = {}
         self.finish: torch.cuda.CUDAGraph | None = None
@@ -111,9 +150,15 @@ class CapturedStep:
         self.anchors: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
+        self.held: Tensor | None = None  # 1 from a raised flag on, until the host has looked
+        self.pending: Pending | None = None
+        self.careful = 0
+        if step.can_hold():
+            self.held = torch.zeros((), device=next(iter(self.grads)).device)
+            step.hold(self.held)
 
-    def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
-        """Train on a batch; its losses, valid until the next call."""
+    def advance(self, step: int, batch: Batch) -> list[Settled]:
+        """Train on a batch; which steps are now done for good."""
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
         watches = [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
@@ -124,25 +169,71 @@ class CapturedStep:
             self.anchors = anchors
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
         key = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
+        recorded = self.graphs.get(key)
+        if self.pending is not None and (recorded is None or recorded.spot_check_is_due()):
+            before = self.settle()  # it may change everything that was asked above
+            self.begin(step)
+            return before + self.advance(step, batch)
         self.calls[key] = self.calls.get(key, 0) + 1
         if self.calls[key] <= WARMUP:
-            return self._eagerly(step, batch)
-        if key not in self.graphs and not self._capture(key, step, batch):
-            return self.step(step, batch)
-        recorded = self.graphs[key]
+            return [Settled(step, batch, self._eagerly(step, batch))]
+        if recorded is None:
+            if not self._capture(key, step, batch):
+                return self.step.advance(step, batch)
+            recorded = self.graphs[key]
         if recorded.spot_check_is_due():
-            return self._eagerly(step, batch)
-        found = recorded.replay(batch)
+            return [Settled(step, batch, self._eagerly(step, batch))]
         self.replays += 1
+        if self.held is None or self.careful or not recorded.flags:
+            before = self.settle()
+            return [*before, Settled(step, batch, self._waiting(recorded, step, batch))]
+        running = Pending(step, batch, recorded, self.held)
+        before, self.pending = self.pending, running
+        if before is None:
+            return []
+        if not before.raised():
+            return [Settled(before.step, before.batch, before.found)]
+        self.replays -= 1  # it ran without an effect, and runs again
+        self.pending = before
+        running.undo()
+        repaired = self.settle()
+        self.begin(step)
+        return repaired + self.advance(step, batch)
+
+    def settle(self) -> list[Settled]:
+        """Wait for what is under way, and repair it where it has to be."""
+        last, self.pending = self.pending, None
+        if last is None:
+            return []
+        found = last.found
+        if last.raised():
+            last.undo()
+            self.begin(last.step)
+            found = self._repaired(last.step, last.batch)
+            last.recorded.finish.replay()
+        return [Settled(last.step, last.batch, found)]
+
+    def _waiting(self, recorded: Recorded, step: int, batch: Batch) -> Mapping[str, Tensor]:
+        """A replay whose update waits until the host has looked at the flags."""
+        self.careful = max(0, self.careful - 1)
+        before = recorded.state()
+        found = recorded.replay(batch)
         if recorded.raised():
-            self.reruns += 1
-            self.reseed(step)
-            found = self._gradients(step, batch)
+            _restore(before)
+            if self.held is not None:
+                self.held.zero_()
+            self.begin(step)
+            found = self._repaired(step, batch)
         else:
             recorded.count()
         if not self.step.is_skipped(found):
             recorded.finish.replay()
         return found
+
+    def _repaired(self, step: int, batch: Batch) -> dict[str, Tensor]:
+        self.reruns += 1
+        self.careful = CAREFUL
+        return self._gradients(step, batch)
 
     def _eagerly(self, step: int, batch: Batch) -> dict[str, Tensor]:
         """On a stream of its own, as graphs ask of the steps before them."""
@@ -180,6 +271,8 @@ class CapturedStep:
         except RuntimeError as error:
             cause = error.__context__ or error  # a graph that was broken off says nothing of the reason
             torch.cuda.set_stream(stream)
+            if self.step.settings.capture and isinstance(cause, torch.OutOfMemoryError):
+                raise cause from error
             if self.step.settings.capture:
                 raise InputError(
                     f"capture=True: this step cannot run as a CUDA graph ({cause}). Use capture=None."
@@ -195,11 +288,15 @@ class CapturedStep:
             flag.on(batch[0].device)
         inputs = tuple(tensor.clone() for tensor in batch)
         before = [counts_of(flag) for flag in known]
+        buffers = list(self.step.objective.buffers())
+        versions = [buffer._version for buffer in buffers]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 found = self._gradients(step, inputs)
+                if self.held is not None and self.flags:
+                    self.held.copy_(torch.maximum(self.held, _is_raised(self.flags, inputs[0].device).to(self.held)))
             after = [counts_of(flag) for flag in known]
         finally:
             for flag, old in zip(known, before, strict=True):  # recording is no step
@@ -210,7 +307,12 @@ class CapturedStep:
                 self.step.update()
             self.finish = finish  # one for all kinds of steps
         added = [{name: new[name] - old[name] for name in new} for new, old in zip(after, before, strict=True)]
-        return Recorded(graph, self.finish, inputs, found, list(self.flags), added)
+        changed = [b for b, version in zip(buffers, versions, strict=True) if b._version != version]
+        # Kernels of BatchNorm do not tell that they write.
+        changed += [
+            b for norm in batch_norms(self.step.objective) for b in norm.buffers() if all(b is not c for c in changed)
+        ]
+        return Recorded(graph, self.finish, inputs, found, list(self.flags), added, changed)
 
 
 @dataclass(frozen=True)
@@ -224,6 +326,7 @@ class Recorded:
         found: The tensors it leaves the losses in.
         flags: Those it may raise.
         added: What each replay adds to the counts of their owners.
+        buffers: Buffers of the model that it writes, such as running statistics.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -232,6 +335,13 @@ class Recorded:
     found: dict[str, Tensor]
     flags: list[Flag]
     added: list[dict[str, int]]
+    buffers: list[Tensor]
+
+    def state(self) -> list[tuple[Tensor, Tensor]]:
+        """What a replay writes beside gradients and losses, with copies of what is there now; nothing where no flag can be raised."""
+        watches = (flag.owner for flag in self.flags if isinstance(flag.owner, Watch))
+        counters = [counter for watch in watches for counter in watch.counters.values()]
+        return [(tensor, tensor.clone()) for tensor in (*counters, *self.buffers)] if self.flags else []
 
     def spot_check_is_due(self) -> bool:
         """Whether a guard is to compare gradients in the next step."""
@@ -249,14 +359,66 @@ class Recorded:
 
     def raised(self) -> bool:
         """Whether one of the flags is."""
-        values = [flag.on(self.inputs[0].device) for flag in self.flags]
-        return bool(values) and float(torch.stack(values).amax()) > 1
+        return bool(self.flags) and bool(_is_raised(self.flags, self.inputs[0].device))
 
     def count(self) -> None:
         """Take note of a replay."""
         for flag, added in zip(self.flags, self.added, strict=False):
             for name, more in added.items():
                 setattr(flag.owner, name, max(0, getattr(flag.owner, name) + more))
+
+
+class Pending:
+    """A replay, with its update, whose flags the host has not seen yet.
+
+    Args:
+        step: Its number.
+        batch: What it is trained on.
+        recorded: Its graph.
+        held: 1 if a flag was raised, here or in a replay before.
+
+    Attributes:
+        found: Its losses.
+    """
+
+    def __init__(self, step: int, batch: Batch, recorded: Recorded, held: Tensor) -> None:
+        self.step, self.batch, self.recorded, self.held = step, batch, recorded, held
+        owners = [flag.owner for flag in recorded.flags]
+        self.counts = [(owner, counts_of(flag)) for owner, flag in zip(owners, recorded.flags, strict=True)]
+        self.before = recorded.state()
+        self.found = {name: value.clone() for name, value in recorded.replay(batch).items()}
+        self.seen = torch.empty((), pin_memory=held.is_cuda)
+        self.seen.copy_(held, non_blocking=True)
+        self.event = torch.cuda.Event() if held.is_cuda else None
+        if self.event is not None:
+            self.event.record()
+        recorded.finish.replay()
+        recorded.count()
+
+    def raised(self) -> bool:
+        """Whether a flag was: waits for the gradients of this step, not for what was begun after it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.seen)
+
+    def undo(self) -> None:
+        """Take back counts and running statistics. The weights were not touched."""
+        for owner, counts in self.counts:
+            if owner is not None:
+                vars(owner).update(counts)
+        _restore(self.before)
+        self.held.zero_()
+
+
+@torch.no_grad()
+def _restore(state: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, before in state:
+        tensor.copy_(before)
+
+
+def _is_raised(flags: list[Flag], device: torch.device) -> Tensor:
+    """Whether one of the flags is, on the device; what is not a number is no good."""
+    return ~(torch.stack([flag.on(device) for flag in flags]).amax() <= 1)
 
 
 def counts_of(flag: Flag) -> dict[str, int]:

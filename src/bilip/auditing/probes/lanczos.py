@@ -62,7 +62,7 @@ def largest_singular_value(
     """
     v = start / start.norm(dim=1, keepdim=True)
     batch, size = v.shape
-    rights, lefts, alphas, betas = [v], [], [], []
+    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
     u = apply(v)
     found: Extreme | None = None
     steps = min(steps, size)
@@ -100,7 +100,7 @@ def mean_log_singular_value(
         True
     """
     v = start / start.norm(dim=1, keepdim=True)
-    rights, lefts, alphas, betas = [v], [], [], []
+    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
     u = apply(v)
     steps = min(steps, v.shape[1])
     for k in range(steps):
@@ -153,7 +153,7 @@ def mean_log_brackets(
         True
     """
     v = start / start.norm(dim=1, keepdim=True)
-    rights, lefts, alphas, betas = [v], [], [], []
+    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
     u = apply(v)
     for _ in range(min(steps, v.shape[1] - 1)):
         u = _orthogonal(u, lefts)
@@ -190,7 +190,7 @@ def _log_moment(matrix: Tensor) -> Tensor:
     return 0.5 * (vectors[0].square() * values.clamp_min(1e-300).log()).sum()
 
 
-def _ritz(alphas: list[Tensor], betas: list[Tensor], rights: list[Tensor], k: int) -> Extreme:
+def _ritz(alphas: list[Tensor], betas: list[Tensor], rights: _Basis, k: int) -> Extreme:
     diagonal, above = torch.stack(alphas, 1), torch.stack(betas, 1)
     scale = torch.maximum(diagonal.amax(1), above.amax(1)).clamp_min(torch.finfo(diagonal.dtype).tiny)
     small = torch.diag_embed(diagonal / scale[:, None])
@@ -198,17 +198,42 @@ def _ritz(alphas: list[Tensor], betas: list[Tensor], rights: list[Tensor], k: in
         small = small + torch.diag_embed(above[:, : k - 1] / scale[:, None], offset=1)
     if not bool(torch.isfinite(small).all()):
         nan = torch.full_like(scale, torch.nan)
-        return Extreme(nan, nan, rights[0], k)
+        return Extreme(nan, nan, rights.stack[:, 0], k)
     left, values, right = torch.linalg.svd(small)
     value = values[:, 0]
     residual = (above[:, k - 1] / scale) * left[:, k - 1, 0].abs() / value.clamp_min(1e-300)
-    direction = torch.einsum("bk,bkn->bn", right[:, 0], torch.stack(rights[:k], 1))
+    direction = torch.einsum("bk,bkn->bn", right[:, 0], rights.stack[:, :k])
     return Extreme(value * scale, residual, direction, k)
 
 
-def _orthogonal(w: Tensor, basis: list[Tensor]) -> Tensor:
-    if basis:
-        stack = torch.stack(basis, 1)
+class _Basis:
+    """Vectors of a batch of Krylov spaces, kept as one tensor `(batch, count, size)` that grows by doubling."""
+
+    def __init__(self, *first: Tensor) -> None:
+        self.count = 0
+        self._kept: Tensor | None = None
+        for v in first:
+            self.append(v)
+
+    @property
+    def stack(self) -> Tensor:
+        """All vectors so far."""
+        if self._kept is None:
+            raise ValueError("the basis is empty")
+        return self._kept[:, : self.count]
+
+    def append(self, v: Tensor) -> None:
+        if self._kept is None:
+            self._kept = v.new_empty(len(v), 8, v.shape[1])
+        elif self.count == self._kept.shape[1]:
+            self._kept = torch.cat((self._kept, torch.empty_like(self._kept)), 1)
+        self._kept[:, self.count] = v
+        self.count += 1
+
+
+def _orthogonal(w: Tensor, basis: _Basis) -> Tensor:
+    if basis.count:
+        stack = basis.stack
         for _ in range(2):
-            w = w - torch.einsum("bk,bkn->bn", torch.einsum("bkn,bn->bk", stack, w), stack)
+            w = torch.baddbmm(w[:, None], torch.bmm(w[:, None], stack.mT), stack, alpha=-1)[:, 0]
     return w

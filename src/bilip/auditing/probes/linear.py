@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.probes.linear_part import LinearPart
+from bilip.auditing.probes.structured import Room
 from bilip.auditing.subject import Subject
 from bilip.errors import NotMeasured
 
@@ -24,6 +25,7 @@ class Linearized:
         x: The points.
         context: Their contexts.
         noise: Relative size of noise added to every stored activation, to see how far rounding moves a result.
+        like: With noise, the same without: how each block is solved was checked there.
 
     Attributes:
         parts: The visible blocks, linearised where the forward pass met them.
@@ -36,18 +38,27 @@ class Linearized:
         True
     """
 
-    def __init__(self, subject: Subject, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        noise: float = 0.0,
+        like: Linearized | None = None,
+    ) -> None:
         twin = subject.twin(torch.float64)
         x = x.detach().double()
         context = context.double() if context is not None and context.is_floating_point() else context
         self.parts: list[LinearPart] = []
         self.count, self.size = len(x), x[0].numel()
         generator = torch.Generator().manual_seed(1)
-        for name, part in twin.parts:
+        room = Room(x.device)
+        for k, (name, part) in enumerate(twin.parts):
             if noise:
                 x = x * (1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
             try:
-                linear = LinearPart(part, x, context, name)
+                linear = LinearPart(part, x, context, name, room=room, like=None if like is None else like.parts[k])
             except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
                 raise NotMeasured(f"block {name} raised in float64 ({type(error).__name__}: {error})") from error
             self.parts.append(linear)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.auditing.probes.jacobian import pull, pull_many, push, push_many
+from bilip.auditing.probes.structured import Room, Structured, structured
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
@@ -24,7 +25,9 @@ _SWEEPS = 400
 class LinearPart:
     r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
 
-    Up to 64 entries the Jacobians themselves are built. Coupling and residual blocks are solved from their forward Jacobian
+    Up to 64 entries the Jacobians themselves are built. Diagonals, matrices over channels, rearrangements and couplings have a
+    `structured` Jacobian, which is compared once with what autograd finds for a random direction. Other blocks are differentiated
+    in every product. Coupling and residual blocks are solved from their forward Jacobian
     alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
     $v \mapsto w - J_g v$ contracts. Of other blocks the own inverse is differentiated at their output. Every part is checked
     on a random direction, $|J J^{-1} w - w|$; where its road fails the check, as with an iterative inverse that autograd does
@@ -35,6 +38,8 @@ class LinearPart:
         x: The points, `(batch, ...)`, float64.
         context: Their contexts.
         name: Path for messages.
+        room: Where the graphs of nets are kept, shared by the blocks of a model.
+        like: The same block at points a rounding away, whose checks serve here too.
 
     Attributes:
         residual: Largest $|J J^{-1} w - w| / |w|$ over the batch, on random directions.
@@ -46,8 +51,18 @@ class LinearPart:
         tensor([[0.5000, 2.0000]], dtype=torch.float64)
     """
 
-    def __init__(self, part: Bijection, x: Tensor, context: Tensor | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        part: Bijection,
+        x: Tensor,
+        context: Tensor | None = None,
+        name: str = "",
+        *,
+        room: Room | None = None,
+        like: LinearPart | None = None,
+    ) -> None:
         self.part, self.x, self.context, self.name = part, x, context, name
+        self._room, self._like = room or Room(x.device), like
         with torch.no_grad():
             self.z = part(x.clone(), context).detach()
         self.residual = math.nan
@@ -59,6 +74,8 @@ class LinearPart:
         self._checked = False
         self._dense: Tensor | None = None
         self._scales: Tensor | None = None
+        self._structure: Structured | None = None
+        self._looked = False
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.part(x.clone(), _rows(self.context, x))
@@ -77,13 +94,45 @@ class LinearPart:
         """$J v$, for each point its own direction; for one point any number of directions."""
         if self._small:
             return torch.einsum("...ij,...j->...i", self._matrix(), v)
+        if (known := self._structured()) is not None:
+            return known.apply(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
         return self._over(push, push_many, self._forward, self.x, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         r"""$J^\top u$."""
         if self._small:
             return torch.einsum("...ji,...j->...i", self._matrix(), u)
+        if (known := self._structured()) is not None:
+            return known.adjoint(u.reshape(len(u), *self.z.shape[1:])).flatten(1)
         return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+
+    def _structured(self) -> Structured | None:
+        """The written-down Jacobian, where there is one that does what autograd does."""
+        if self._looked:
+            return self._structure
+        self._looked = True
+        if self._small or (self._like is not None and self._like._structured() is None):
+            return None
+        try:
+            known = structured(self.part, self.x, self.context, self._room)
+            if known is None:
+                return None
+            if self._like is None:
+                v, u = (_random(one) for one in (self.x, self.z))
+                # Nothing on trust: a subclass or a hook may have made another map of the block, and a backward pass that
+                # cannot be differentiated loses products without a word.
+                pairs = (
+                    (known.apply(v), push(self._forward, self.x, v)),
+                    (known.adjoint(u), pull(self._forward, self.x, u)),
+                )
+                if not all(_same(own, differentiated) for own, differentiated in pairs):
+                    return None
+            self._structure = known
+        except (RuntimeError, AssertionError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        if self._road in ("triangle", "inverse"):
+            self._road = "structured"
+        return known
 
     def _matrix(self) -> Tensor:
         """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
@@ -113,6 +162,8 @@ class LinearPart:
         return self._solve_adjoint(v)
 
     def _solve_adjoint(self, v: Tensor) -> Tensor:
+        if self._road == "structured" and self._structure is not None:
+            return self._structure.solve_adjoint(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
         if self._road == "inverse":
             return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
         if self._road == "contraction":
@@ -124,6 +175,8 @@ class LinearPart:
         return self._backslash(v, transpose=True)
 
     def _solve(self, w: Tensor) -> Tensor:
+        if self._road == "structured" and self._structure is not None:
+            return self._structure.solve(w.reshape(len(w), *self.z.shape[1:])).flatten(1)
         if self._road == "inverse":
             return self._over(push, push_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
@@ -162,13 +215,19 @@ class LinearPart:
         if self._checked:
             return
         self._checked = True
-        generator = torch.Generator().manual_seed(0)
-        w = torch.randn(len(self.x), self.z[0].numel(), generator=generator, dtype=torch.float64).to(self.x)
+        self._structured()
+        if self._like is not None:
+            self._like._check()
+            self._road, self.residual = self._like._road, self._like.residual
+            return
+        w = _random(self.z).flatten(1)
         if self.z[0].numel() != self.x[0].numel():
             raise NotMeasured(
                 f"{self._who()} turns {self.x[0].numel()} numbers into {self.z[0].numel()}: it has no inverse"
             )
-        roads = dict.fromkeys([self._road, "inverse", "contraction", "dense"])
+        roads = dict.fromkeys(
+            [self._road, *(["triangle"] if self._moved is not None else []), "inverse", "contraction", "dense"]
+        )
         for road in roads:
             if road == "dense" and self.x[0].numel() > _DENSE:
                 continue
@@ -222,6 +281,15 @@ def _moved_entries(part: Bijection, x: Tensor) -> Tensor | None:
     passed, moved = inner.partition.split(like)
     mask = inner.partition.merge(torch.zeros_like(passed), torch.ones_like(moved)).flatten(1)
     return torch.cat((mask, mask.new_zeros(1, x[0].numel() - mask.shape[1])), 1)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a - b).flatten(1).norm(dim=1) <= 1e-9 * b.flatten(1).norm(dim=1)).all())
+
+
+def _random(like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
 
 def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:

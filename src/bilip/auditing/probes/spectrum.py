@@ -126,7 +126,8 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     least = (len(values) + 2 * len(subject.parts)) * EPS
     known = _apart(_columns(subject, x, context, turn), forward, turn) + least * float(values[0])
     try:
-        at, shaken = Linearized(subject, x, context), Linearized(subject, x, context, noise=EPS)
+        at = Linearized(subject, x, context)
+        shaken = Linearized(subject, x, context, noise=EPS, like=at)
         known = max(known, _apart(shaken.apply(turn).T, forward, turn))
         inverse = at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)).T
         back = _svdvals(inverse)
@@ -171,7 +172,7 @@ def extremes(
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     top = largest_singular_value(at.apply, at.adjoint, start, steps=steps, tolerance=tolerance)
-    shaken = Linearized(subject, x, context, noise=EPS)
+    shaken = Linearized(subject, x, context, noise=EPS, like=at)
     top_error = top.residual + _rounding(at.apply, shaken.apply, top.right, start)
     try:
         bottom = largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps, tolerance=tolerance)

@@ -1,0 +1,160 @@
+"""An audit on several processes: the record of one, written once; misuse and Ctrl-C end all of them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+import bilip
+from bilip.auditing.share import Share
+from bilip.cli import _processes
+from bilip.cli._door import Stop
+from bilip.errors import InputError
+
+pytestmark = [pytest.mark.process, pytest.mark.numeric]
+
+MODELS = """
+import pathlib, time
+import torch
+import bilip
+
+def flow():
+    torch.manual_seed(0)
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=8, hidden=(16,), scale="sigmoid"))
+    with torch.no_grad():
+        for p in flow.parameters():
+            p.mul_(2.0)
+    return flow
+
+def unseeded():
+    return bilip.Flow(bilip.models.real_nvp(2, blocks=2))
+
+def slow():
+    made = flow()
+    inner = made.bijection.forward
+    def forward(x, context=None):
+        pathlib.Path("begun").touch()
+        time.sleep(0.2)
+        return inner(x, context)
+    made.bijection.forward = forward
+    return made
+"""
+AUDIT = (
+    "--data",
+    "x.npy",
+    "--ood",
+    "uniform",
+    "--budget",
+    "quick",
+    "--probes",
+    "reconstruction,likelihood,sampling,consistency,blame",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("share")
+    (made / "flows_to_share.py").write_text(MODELS)
+    np.save(made / "x.npy", np.random.default_rng(0).normal(size=(400, 2)).astype("float32"))
+    return made
+
+
+def start(folder, *words, several=True, **options):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if several else []
+    return subprocess.Popen(
+        [sys.executable, *torchrun, "-m", "bilip", "audit", *words],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def without_times(path):
+    record = json.loads(path.read_text())
+    del record["created"], record["settings"]["seconds"], record["settings"]["command"]
+    return record
+
+
+def test_two_processes_give_the_record_of_one(folder):
+    runs = [
+        start(folder, "flows_to_share:flow", *AUDIT, "--out", name, several=name == "two.json")
+        for name in ("one.json", "two.json")
+    ]
+    said = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    one, two = (without_times(folder / name) for name in ("one.json", "two.json"))
+    assert len(one["measurements"]) >= 8
+    blamed = {m["source"] for m in one["measurements"] if m["probe"] == "blame"}
+    assert blamed >= {"x", "uniform"}  # at the samples that other probes found; here on "base" too, the model's own
+    assert two == one
+    assert said[1][0].count("wrote two.json") == 1
+
+
+def test_processes_with_different_models_say_so_once(folder):
+    run = start(folder, "flows_to_share:unseeded", *AUDIT, "--out", "no.json")
+    _, said = run.communicate(timeout=300)
+    assert run.returncode
+    assert said.count("bilip: audit(distributed=True): the model is not the same in every process") == 1
+    assert not (folder / "no.json").exists()
+
+
+def test_ctrl_c_keeps_what_all_of_them_measured(folder):
+    run = start(folder, "flows_to_share:slow", *AUDIT, "--out", "stopped.json", start_new_session=True)
+    until = time.monotonic() + 120
+    while not (folder / "begun").exists() and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to torchrun, which passes it on, and to every process
+    _, said = run.communicate(timeout=300)
+    assert run.returncode
+    assert said.count("bilip: stopped") == 1
+    assert bilip.AuditRecord.load(folder / "stopped.json").settings["stopped"] is True
+
+
+def test_without_a_group_it_says_what_to_do():
+    with pytest.raises(InputError, match="torchrun"):
+        bilip.audit(bilip.models.real_nvp(2), np.zeros((4, 2), "float32"), distributed=True)
+
+
+def test_a_rank_that_cannot_be_is_one_line(monkeypatch):
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="RANK < WORLD_SIZE"):
+        _processes.Processes.started()
+
+
+def test_a_process_that_is_left_alone_says_so(monkeypatch):
+    """As in a program that torchrun started, and whose first process alone calls the command."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_processes, "_JOIN", timedelta(seconds=1))
+    with (
+        Stop() as stop,
+        pytest.raises(InputError, match=r"did not come within 1 s: RANK=0 and WORLD_SIZE=2.*unset RANK"),
+        _processes.processes(stop),
+    ):
+        pass
+
+
+def test_one_process_does_all_tasks_in_the_order_asked_for():
+    seen = []
+
+    def do(task, begun):
+        seen.append((task, begun))
+        return task.upper()
+
+    assert Share().all_of("abc", [2, 0, 1], do) == ["A", "B", "C"]
+    assert seen == [("c", 0), ("a", 1), ("b", 2)]
