@@ -278,9 +278,10 @@ def again(known: Mapping[nn.Module, _Known]) -> Iterator[None]:
         _TOGETHER.reset(token)
 
 
-def held_now() -> Mapping[nn.Module, _Known]:
-    """What is known inside the present `held_together`."""
-    return _TOGETHER.get()
+def held_now(module: nn.Module) -> Mapping[nn.Module, _Known]:
+    """What is known of the layers of a module inside the present `held_together`."""
+    known = _TOGETHER.get()
+    return {layer: known[layer] for layer in module.modules() if layer in known} if known else {}
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def _known(layers: Sequence[Held], slack: float = SLACK) -> dict[Held, _Known]:
 
 
 class _Hold(torch.autograd.Function):
-    r"""A weight times its factor: with $\mathrm{d} f = -f \langle S, \mathrm{d}W \rangle$ its gradient is $f G - f \langle G, W \rangle S$."""
+    r"""$f W$; as $\mathrm{d}f = -f \langle S, \mathrm{d}W \rangle$, the gradient is $f G - f \langle G, W \rangle S$."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, value: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
