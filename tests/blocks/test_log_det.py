@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from bilip.blocks import Exact, Geometric, Poisson, Residual, Roulette, Series
-from bilip.blocks.log_det import probes, series_error
+from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
+from bilip.blocks.log_det import one_draw, probes, series_error
 from bilip.errors import InputError
 from bilip.nets import MLP, ConvNet, Declared
 
@@ -70,6 +70,45 @@ def test_roulette_in_the_mean():
     error = abs(float(draws.mean()) - exact)
     assert error < 4 * float(draws.std()) / math.sqrt(len(draws))
     assert float(draws.std()) < 1
+
+
+def shared_chain(estimator):
+    made = [block(seed) for seed in range(4)]
+    for part in made:
+        part.estimator = estimator
+    return Chain(made[0], Chain(*made[1:3]), made[3])
+
+
+def test_a_shared_number_of_terms_is_one_for_all_blocks_of_a_pass(monkeypatch):
+    """Chains in chains too; the next pass draws anew, and without `shared` each block draws its own."""
+    drawn, original = [], Poisson.draw
+    monkeypatch.setattr(Poisson, "draw", lambda law, *args: drawn.append(original(law, *args)) or drawn[-1])
+    x = torch.randn(2, 3, dtype=torch.float64)
+    for shared, count in ((True, 1), (False, 4)):
+        chain = shared_chain(Roulette(Poisson(2.0), exact_terms=1, shared=shared))
+        for _ in range(3):
+            drawn.clear()
+            chain.forward_and_log_det(x)[1].sum().backward()
+            assert len(drawn) == count
+
+
+def test_a_shared_number_of_terms_is_unbiased_exactly():
+    estimator = Roulette(Poisson(1.0), exact_terms=1, samples=None, shared=True)
+    chain, x = shared_chain(estimator), torch.randn(2, 3, dtype=torch.float64)
+    total, slopes = 0.0, None
+    for further in range(25):  # P(N > 25) < 1e-26
+        with one_draw({estimator: further}):
+            value = chain.forward_and_log_det(x)[1].sum()
+        p = estimator.law.probability(further)
+        total += p * value.item()
+        step = [p * g for g in grads(value, chain) if g is not None]
+        slopes = step if slopes is None else [a + b for a, b in zip(slopes, step, strict=True)]
+    exact = shared_chain(Exact()).forward_and_log_det(x)[1].sum()
+    assert total == pytest.approx(exact.item(), abs=1e-6)  # c^25 of the series is left out
+    other = shared_chain(Exact())
+    truth = [g for g in grads(other.forward_and_log_det(x)[1].sum(), other) if g is not None]
+    for a, b in zip(slopes, truth, strict=True):
+        assert torch.allclose(a, b, atol=1e-4, rtol=0)
 
 
 def test_laws_draw_what_they_say():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
+from bilip.blocks.log_det import one_draw
 from bilip.blocks.reach import Reach, Step
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
@@ -217,7 +218,7 @@ class _Pass:
         else:
             self.chain._check_shape(x, self.chain.shape, "input")
         places = range(len(self.blocks))
-        with held_together(self.held):
+        with held_together(self.held), one_draw():
             for k in reversed(places) if self.inverse else places:
                 x = self._step(k, self.blocks[k], x, context)
                 if self.with_log_det and k in self.fixed:

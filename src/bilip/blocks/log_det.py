@@ -15,8 +15,10 @@ Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 201
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ from bilip.errors import InputError
 __all__ = ["Exact", "Geometric", "Poisson", "Roulette", "Series", "series_error"]
 
 Map = Callable[[Tensor], Tensor]
+_DRAWN: ContextVar[dict[Roulette, int] | None] = ContextVar("drawn", default=None)
 
 
 def series_error(dimension: int, c: float, terms: int) -> float:
@@ -187,6 +190,10 @@ class Roulette:
         law: Distribution of the number of further terms.
         exact_terms: Terms that are always there.
         samples: Random-sign probes for the traces; `None` for exact traces.
+        shared: Draw the number of terms once for all blocks of a pass that have this estimator, not once for each. Each estimate, and so
+            their sum, stays unbiased, as that asks nothing of the others; but the errors of the blocks are no longer independent, and
+            the sum varies more. Steps of training do the same work then whenever the number is the same, and can be
+            captured as CUDA graphs.
 
     Example:
         >>> Roulette(Geometric(0.5), exact_terms=2).weights(4)
@@ -196,6 +203,7 @@ class Roulette:
     law: Geometric | Poisson = Poisson(2.0)
     exact_terms: int = 8
     samples: int | None = 1
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.exact_terms < 0 or (self.samples is not None and self.samples < 1):
@@ -214,11 +222,40 @@ class Roulette:
 
     def with_value(self, g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
         """g(x) and the estimate, from one evaluation of g."""
-        return weighted_series(g, x, self.weights(self.exact_terms + self.law.draw()), probes(x, self.samples))
+        return weighted_series(g, x, self.weights(self.exact_terms + self._further()), probes(x, self.samples))
+
+    def _further(self) -> int:
+        drawn = _DRAWN.get()
+        if not self.shared or drawn is None:
+            return self.law.draw()
+        if self not in drawn:
+            drawn[self] = self.law.draw()
+        return drawn[self]
 
     def estimate(self, g: Map, x: Tensor, further: int, v: Tensor) -> Tensor:
         """The estimate for a given number of further terms and given probes."""
         return weighted_series(g, x, self.weights(self.exact_terms + further), v)[1]
+
+
+@contextlib.contextmanager
+def one_draw(drawn: Mapping[Roulette, int] | None = None) -> Iterator[None]:
+    """Inside, an estimator with `shared` draws its number of further terms once; inside of another such context, that one counts.
+
+    Args:
+        drawn: Numbers that are drawn already.
+
+    Example:
+        >>> estimator = Roulette(shared=True)
+        >>> with one_draw({estimator: 3}):
+        ...     estimator._further()
+        3
+    """
+    before = _DRAWN.get()
+    token = _DRAWN.set(dict(drawn or {}) if before is None else before)
+    try:
+        yield
+    finally:
+        _DRAWN.reset(token)
 
 
 def probes(x: Tensor, samples: int | None) -> Tensor:

@@ -40,7 +40,16 @@ from bilip.errors import InputError
 from bilip.nets.cache import EvalCache, is_plain
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
-__all__ = ["SLACK", "Certificate", "HeldConv2d", "HeldLinear", "certify_anew", "held_layers", "held_together"]
+__all__ = [
+    "SLACK",
+    "Certificate",
+    "HeldConv2d",
+    "HeldLinear",
+    "certify_anew",
+    "held_layers",
+    "held_together",
+    "restore_certificate",
+]
 
 SLACK = 0.01  # how far above the certified bound that of a changed weight may be in training, relative to it
 _STEPS = 2  # of Gram iteration for a change: the Schatten norm of order 8
@@ -184,6 +193,10 @@ class Certificate:
         self.bound.copy_(other.bound)
         self.slope.copy_(other.slope)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What it consists of, by name."""
+        return {"weight": self.weight, "bound": self.bound, "slope": self.slope}
+
     def __deepcopy__(self, memo: dict) -> None:
         return None
 
@@ -203,6 +216,20 @@ def held_layers(module: nn.Module) -> list[Held]:
         1
     """
     return [part for part in module.modules() if type(part) in (HeldLinear, HeldConv2d)]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def restore_certificate(layer: Held, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer the certificate that was saved as `Certificate.tensors`; one that does not fit, or is not true, is left out."""
+    known = Certificate(*(tensors[name].to(layer.weight.device).clone() for name in ("weight", "bound", "slope")))
+    layer._certificate = None
+    kind = torch.promote_types(layer.weight.dtype, torch.float32)
+    fits = known.is_about(layer.weight) and known.bound.shape == () and known.bound.dtype == torch.float64
+    if fits and known.slope.shape == layer.weight.shape and known.slope.dtype == kind:
+        stride = getattr(layer, "stride", (1, 1))
+        found = _certified([known.weight], (int(stride[0]), int(stride[1])))[0][0]
+        if bool(((found - known.bound).abs() <= 1e-9 * found) & known.slope.isfinite().all()):
+            layer._certificate = known  # to the last digit, so that training goes on as if it had not stopped
 
 
 @torch.no_grad()

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bilip._capture import Flag, noting
+from bilip.blocks import Residual, Roulette
+from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
+from bilip.nets.spectral import Certificate, certify_anew, held_layers
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
 from bilip.training.average import Average
@@ -21,6 +24,7 @@ __all__ = ["CapturedStep", "Step"]
 
 Batch = tuple[Tensor, ...]
 WARMUP = 3
+RARE = 0.01  # numbers of terms that are drawn less often are not worth a graph
 
 
 class Step:
@@ -40,11 +44,18 @@ class Step:
         self.fabric, self.objective, self.optimizer = fabric, objective, optimizer
         self.inner: Objective = next(part for part in objective.modules() if isinstance(part, Objective))
         self.settings, self.average = settings, average
+        parts = [part.estimator for part in objective.modules() if isinstance(part, Residual)]
+        self.shared = list(dict.fromkeys(part for part in parts if isinstance(part, Roulette) and part.shared))
+
+    def draw(self) -> dict[Roulette, int]:
+        """How many further terms the log-determinants of this step have, where all blocks share the number."""
+        return {estimator: estimator.law.draw() for estimator in self.shared}
 
     def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
         """Train on a batch; its losses."""
         self.optimizer.zero_grad()
-        found = self.gradients(step, batch)
+        with one_draw(self.draw()):
+            found = self.gradients(step, batch)
         self.look(found, (p.grad for p in self.objective.parameters()))
         if not self.is_skipped(found):
             self.update()
@@ -94,6 +105,11 @@ class CapturedStep:
     `Reversible`s and penalties are read; if one is raised, the gradients are computed again without the graph, which repairs. So are
     those of every step in which a guard is to make a spot check.
 
+    Where the blocks of a residual flow share the number of terms of their log-determinants (`Roulette(shared=True)`), it is drawn before
+    the step, on the host: each number has a graph, but for those that are rare, which run eagerly. These graphs use the same
+    memory. Norms of held layers are certified outside of the graphs, where weights have left their certificates; inside,
+    the bound for a changed weight holds them.
+
     Args:
         step: The eager step. Its optimizer has to be capturable.
         task: Decides which steps do the same work.
@@ -111,9 +127,18 @@ class CapturedStep:
         self.anchors: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
+        self.held = [layer for layer in held_layers(step.objective) if layer.weight.requires_grad]
+        self.certificates: dict[object, Certificate] = {}
+        self.pool = torch.cuda.graph_pool_handle() if step.shared else None
 
     def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
         """Train on a batch; its losses, valid until the next call."""
+        drawn = self.step.draw()
+        with one_draw(drawn):
+            return self._call(step, batch, drawn)
+
+    def _call(self, step: int, batch: Batch, drawn: Mapping[Roulette, int]) -> Mapping[str, Tensor]:
+        self._certify()
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
         watches = [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
@@ -123,10 +148,12 @@ class CapturedStep:
             self.calls.clear()
             self.anchors = anchors
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
-        key = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
-        self.calls[key] = self.calls.get(key, 0) + 1
-        if self.calls[key] <= WARMUP:
+        kind = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        rare = any(estimator.law.probability(further) < RARE for estimator, further in drawn.items())
+        if self.calls[kind] <= WARMUP or rare:
             return self._eagerly(step, batch)
+        key = (*kind, *drawn.items())  # other numbers of terms use the same libraries: they need no steps before them
         if key not in self.graphs and not self._capture(key, step, batch):
             return self.step(step, batch)
         recorded = self.graphs[key]
@@ -137,12 +164,27 @@ class CapturedStep:
         if recorded.raised():
             self.reruns += 1
             self.reseed(step)
+            self.step.draw()  # the same numbers again, so that what is drawn after them is the same too
             found = self._gradients(step, batch)
         else:
             recorded.count()
         if not self.step.is_skipped(found):
             recorded.finish.replay()
         return found
+
+    def _certify(self) -> None:
+        """Certify the weights that have left their certificates, in the memory that graphs read."""
+        for layer in self.held:
+            mine, now = self.certificates.get(layer), layer._certificate
+            if mine is not None and now is not mine:
+                if now is not None and now.is_about(mine.weight):
+                    mine.renew(now)  # somebody else has certified the layer meanwhile
+                layer._certificate = mine
+        certify_anew(self.held, in_place=True)
+        now = {layer: layer._certificate for layer in self.held}
+        if any(now[layer] is not mine for layer, mine in self.certificates.items()):
+            self.graphs.clear()  # of weights in another place or dtype
+        self.certificates = now  # type: ignore[assignment]
 
     def _eagerly(self, step: int, batch: Batch) -> dict[str, Tensor]:
         """On a stream of its own, as graphs ask of the steps before them."""
@@ -198,7 +240,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 found = self._gradients(step, inputs)
             after = [counts_of(flag) for flag in known]
         finally:
