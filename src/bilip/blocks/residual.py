@@ -20,7 +20,7 @@ from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
 from bilip.nets.cache import is_transformed, reusing
 from bilip.nets.layers import Declared
-from bilip.nets.spectral import again, held_layers, held_now, held_together
+from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution"]
 
@@ -200,7 +200,7 @@ class Residual(Bijection):
             return self.branch(x, None if context is None else context[rows])
 
         enough = asked * (1 - c) / 2
-        with reusing():
+        with reusing(), again(pinned(self.g)):
             found = solve_fixed_point(
                 g,
                 z,
@@ -210,7 +210,7 @@ class Residual(Bijection):
                 max_evaluations=self.max_evaluations,
                 enough=enough,
             )
-        residual, rounding = self._residual(found.x, z, context)
+            residual, rounding = self._residual(found.x, z, context)
         if tolerance is None:
             asked = asked + 2 * rounding / (1 - c)
         bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)

@@ -305,6 +305,17 @@ def again(known: Mapping[nn.Module, _Known]) -> Iterator[None]:
         _TOGETHER.reset(token)
 
 
+def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:
+    """The weights that act now in the layers of a module, for many evaluations without gradients: see `again`."""
+    found = {}
+    for layer in held_layers(module):
+        weight = layer.weight
+        if is_plain(weight) and not weight.is_inference():
+            value = layer.held_weight().detach()
+            found[layer] = _Known(weight, weight._version, layer.coefficient, value, value, value)
+    return found
+
+
 def held_now(module: nn.Module) -> Mapping[nn.Module, _Known]:
     """What is known of the layers of a module inside the present `held_together`."""
     known = _TOGETHER.get()
