@@ -1,8 +1,8 @@
 """What does an image-size residual flow cost, beside the published code: training step, memory, inverse and its error?
 
 The 16-16-16 model on 3x32x32 images with four fully connected blocks, width 512, c = 0.98, two exact terms and Poisson(2) further ones,
-random inputs, float32 without TF32, Adam. The published code (github.com/rtqichen/residual-flows, MIT) is not part of this project: give the
-folder that holds its package `resflows`, and it is measured in the same run. bilip is measured in three ways:
+random inputs, float32 without TF32, Adam. The published code (github.com/rtqichen/residual-flows, MIT) is not part of this project: give
+the folder that holds its package `resflows`, and it is measured in the same run. bilip is measured in three ways:
 
 * `eager`: each block draws its number of terms, activations are kept;
 * `recompute`: activations are made again in the backward pass;
