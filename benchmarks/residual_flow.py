@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
+from torch import Tensor
 
-from bilip import Flow, models
+from bilip import Chain, Flow, models
 from bilip.blocks import Poisson, Residual, Roulette, inverting
 from bilip.nets import conv_norm, matrix_norm
 from bilip.nets.spectral import HeldLinear, certify_anew, held_layers
@@ -154,7 +154,7 @@ def measure_original(folder: Path, x: Tensor, args: argparse.Namespace) -> dict:
     return row
 
 
-def make(args: argparse.Namespace, x: Tensor, *, shared: bool, recompute: bool) -> nn.Module:
+def make(args: argparse.Namespace, x: Tensor, *, shared: bool, recompute: bool) -> Chain:
     torch.manual_seed(args.seed)
     model = models.residual_flow(
         SHAPE,
@@ -173,8 +173,8 @@ def make(args: argparse.Namespace, x: Tensor, *, shared: bool, recompute: bool) 
     return model
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    z, log_det = model.forward_and_log_det(x)  # type: ignore[operator]
+def loss_of(model: Chain, x: Tensor) -> Tensor:
+    z, log_det = model.forward_and_log_det(x)
     return (0.5 * z.flatten(1).square().sum(1) - log_det).mean() / DIMENSION
 
 
@@ -214,7 +214,7 @@ def measure_captured(x: Tensor, args: argparse.Namespace, *, recompute: bool) ->
     return row | norms_and_inverse(model, x, args)
 
 
-def norms_and_inverse(model: nn.Module, x: Tensor, args: argparse.Namespace) -> dict:
+def norms_and_inverse(model: Chain, x: Tensor, args: argparse.Namespace) -> dict:
     held = held_layers(model)
     row: dict = {
         "norms": summary(times_of(lambda: certify_anew(held, slack=-1.0), args.device, 5, 1)),
@@ -227,14 +227,14 @@ def norms_and_inverse(model: nn.Module, x: Tensor, args: argparse.Namespace) -> 
             if not norm(layer.held_weight()) <= layer.coefficient:
                 raise SystemExit(f"{layer} exceeds its coefficient")
         z = model(x)
-        row["inverse"] = {"default": summary(times_of(lambda: model.inverse(z), args.device, 3, 1))}  # type: ignore[operator]
-        row["inverse"]["default"]["largest_error"] = largest_error(model.inverse(z), x)  # type: ignore[operator]
+        row["inverse"] = {"default": summary(times_of(lambda: model.inverse(z), args.device, 3, 1))}
+        row["inverse"]["default"]["largest_error"] = largest_error(model.inverse(z), x)
         for tolerance in (1.0, 1e-1, 1e-2, 1e-3):
             with inverting(model, tolerance=tolerance) as solutions:
-                found = model.inverse(z)  # type: ignore[operator]
+                found = model.inverse(z)
                 stated = max(float(solution.error_bound.max()) for solution in solutions)
                 evaluations = sum(int(solution.evaluations.max()) for solution in solutions)
-                times = times_of(lambda: model.inverse(z), args.device, 3, 0)  # type: ignore[operator]
+                times = times_of(lambda: model.inverse(z), args.device, 3, 0)
             row["inverse"][f"tolerance {tolerance:g}"] = summary(times) | {
                 "largest_error": largest_error(found, x),
                 "largest_stated_error_of_a_block": stated,

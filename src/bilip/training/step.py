@@ -13,7 +13,7 @@ from bilip._capture import Flag, noting
 from bilip.blocks import Residual, Roulette
 from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
-from bilip.nets.spectral import Certificate, certify_anew, held_layers
+from bilip.nets.spectral import Certificate, HeldConv2d, HeldLinear, certify_anew, held_layers
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
 from bilip.training.average import Average
@@ -128,7 +128,7 @@ class CapturedStep:
         self.failed, self.replays, self.reruns = False, 0, 0
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
         self.held = [layer for layer in held_layers(step.objective) if layer.weight.requires_grad]
-        self.certificates: dict[object, Certificate] = {}
+        self.certificates: dict[HeldLinear | HeldConv2d, Certificate] = {}
         self.pool = torch.cuda.graph_pool_handle() if step.shared else None
 
     def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
