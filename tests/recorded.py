@@ -119,7 +119,7 @@ def play_graphs_on_the_cpu(monkeypatch):
     recording = []
 
     @contextlib.contextmanager
-    def graph(graph):
+    def graph(graph, pool=None):
         recording.append(graph)
         Stream.busy.clear()
         try:
@@ -153,6 +153,7 @@ def play_graphs_on_the_cpu(monkeypatch):
         "stream": on_stream,
         "set_stream": lambda stream: None,
         "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 1),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", lambda *name: None)

@@ -1,14 +1,15 @@
 """Log-determinants of residual blocks: series, roulette, and their gradients."""
 
 import math
+import weakref
 
 import pytest
 import torch
 
-from bilip.blocks import Exact, Geometric, Poisson, Residual, Roulette, Series
-from bilip.blocks.log_det import probes, series_error
+from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
+from bilip.blocks.log_det import one_draw, probes, series_error
 from bilip.errors import InputError
-from bilip.nets import MLP
+from bilip.nets import MLP, ConvNet, Declared
 
 
 def block(seed=0, size=3, c=0.6):
@@ -71,6 +72,45 @@ def test_roulette_in_the_mean():
     assert float(draws.std()) < 1
 
 
+def shared_chain(estimator):
+    made = [block(seed) for seed in range(4)]
+    for part in made:
+        part.estimator = estimator
+    return Chain(made[0], Chain(*made[1:3]), made[3])
+
+
+def test_a_shared_number_of_terms_is_one_for_all_blocks_of_a_pass(monkeypatch):
+    """Chains in chains too; the next pass draws anew, and without `shared` each block draws its own."""
+    drawn, original = [], Poisson.draw
+    monkeypatch.setattr(Poisson, "draw", lambda law, *args: drawn.append(original(law, *args)) or drawn[-1])
+    x = torch.randn(2, 3, dtype=torch.float64)
+    for shared, count in ((True, 1), (False, 4)):
+        chain = shared_chain(Roulette(Poisson(2.0), exact_terms=1, shared=shared))
+        for _ in range(3):
+            drawn.clear()
+            chain.forward_and_log_det(x)[1].sum().backward()
+            assert len(drawn) == count
+
+
+def test_a_shared_number_of_terms_is_unbiased_exactly():
+    estimator = Roulette(Poisson(1.0), exact_terms=1, samples=None, shared=True)
+    chain, x = shared_chain(estimator), torch.randn(2, 3, dtype=torch.float64)
+    total, slopes = 0.0, None
+    for further in range(25):  # P(N > 25) < 1e-26
+        with one_draw({estimator: further}):
+            value = chain.forward_and_log_det(x)[1].sum()
+        p = estimator.law.probability(further)
+        total += p * value.item()
+        step = [p * g for g in grads(value, chain) if g is not None]
+        slopes = step if slopes is None else [a + b for a, b in zip(slopes, step, strict=True)]
+    exact = shared_chain(Exact()).forward_and_log_det(x)[1].sum()
+    assert total == pytest.approx(exact.item(), abs=1e-6)  # c^25 of the series is left out
+    other = shared_chain(Exact())
+    truth = [g for g in grads(other.forward_and_log_det(x)[1].sum(), other) if g is not None]
+    for a, b in zip(slopes, truth, strict=True):
+        assert torch.allclose(a, b, atol=1e-4, rtol=0)
+
+
 def test_laws_draw_what_they_say():
     for law in (Geometric(0.3), Poisson(2.0)):
         generator = torch.Generator().manual_seed(0)
@@ -120,6 +160,216 @@ def test_memory_does_not_grow_with_the_terms():
         return sum(sizes.values())
 
     assert kept(40) <= 1.2 * kept(2)
+
+
+def plain_series(g, x, weights, v):
+    """The same value and gradient by plain autograd, with a graph of its own for each term."""
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    value = g(x)
+
+    def pull(u, graph=False):
+        return torch.autograd.grad(value, x, u, retain_graph=True, create_graph=graph)[0]
+
+    total = surrogate = 0.0
+    for probe in v:
+        power, neumann = probe, torch.zeros_like(probe)
+        for k, weight in enumerate(weights, 1):
+            neumann = neumann - (-1) ** k * weight * power
+            power = pull(power).detach()
+            total = total - (-1) ** k * weight / k * (power * probe).flatten(1).sum(1)
+        surrogate = surrogate + (pull(neumann, graph=True) * probe).flatten(1).sum(1)
+    return value, (total + surrogate - surrogate.detach()) / len(v)
+
+
+def conv_block(recompute, context=0):
+    torch.manual_seed(0)
+    if context:
+        net = MLP(5, 5, hidden=(8, 8), activation="tanh", context=context, lipschitz=0.8)
+    else:
+        net = ConvNet(2, 2, hidden=6, activation="scaled_swish", gain=False, lipschitz=0.8)
+    return Residual(net.double(), log_det=Roulette(Poisson(2.0), exact_terms=2, samples=2), recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("context", [0, 3])
+def test_gradients_are_those_of_plain_autograd(recompute, context):
+    """For losses that weight samples and outputs as they like; twice, and after another pass in between."""
+    model = conv_block(recompute, context)
+    shape = (5,) if context else (2, 4, 4)
+    x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
+    given = torch.randn(3, context, dtype=torch.float64, requires_grad=True) if context else None
+    inputs = [x, *model.parameters(), *(() if given is None else (given,))]
+    u, w = torch.randn(3, *shape, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    torch.manual_seed(5)
+    weights = model.estimator.weights(2 + model.estimator.law.draw())
+    v = probes(x, 2)
+    value, plain = plain_series(lambda t: model.branch(t, given), x, weights, v)
+    expected = torch.autograd.grad(((x + value) * u).sum() + (plain * w).sum(), inputs)
+    torch.manual_seed(5)
+    z, log_det = model.forward_and_log_det(x, given)
+    torch.testing.assert_close(log_det, plain, rtol=1e-12, atol=1e-12)
+    model.forward_and_log_det(torch.randn_like(x), given)
+    loss = (z * u).sum() + (log_det * w).sum()
+    for keep in (True, False):
+        found = torch.autograd.grad(loss, inputs, retain_graph=keep)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, inputs)
+    for part, plain_part in ((0, lambda t: t.sum()), (1, lambda t: 0 * t.sum())):  # one without the other
+        torch.manual_seed(5)
+        found = torch.autograd.grad(model.forward_and_log_det(x, given)[part].sum(), inputs, allow_unused=True)
+        value, plain = plain_series(lambda t: model.branch(t, given), x, weights, v)
+        expected = torch.autograd.grad(plain_part(x + value) + (plain.sum() if part else 0), inputs)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_by_finite_differences(recompute):
+    """With exact traces and a fixed number of terms value and gradient belong together."""
+    model = conv_block(recompute)
+    model.estimator = Series(6, samples=None)
+    x = torch.randn(1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model.forward_and_log_det, (x,), atol=1e-7)
+    weight = model.g.layers[2].weight
+    along = torch.randn_like(weight)
+    (grad,) = torch.autograd.grad(model.log_det(x).sum(), weight)
+
+    def moved(step):
+        with torch.no_grad():
+            weight.add_(along, alpha=step)
+            value = float(model.log_det(x).sum())
+            weight.sub_(along, alpha=step)
+        return value
+
+    slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    assert float((grad * along).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_second_derivatives_of_the_value_and_none_of_the_estimate(recompute):
+    model = conv_block(recompute, context=3)
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    given = torch.randn(2, 3, dtype=torch.float64)
+    z = model.forward_and_log_det(x, given)[0]
+    (slope,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    found = torch.autograd.grad(slope.square().sum(), [x, *model.parameters()], allow_unused=True)
+    (slope,) = torch.autograd.grad(model(x, given).square().sum(), x, create_graph=True)
+    expected = torch.autograd.grad(slope.square().sum(), [x, *model.parameters()], allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-9)
+    (slope,) = torch.autograd.grad(model.forward_and_log_det(x, given)[1].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lent_parameters_and_tensors_from_outside(recompute):
+    """`functional_call` has ended when the backward pass comes; a net may use tensors that are not its own."""
+    model = conv_block(recompute, context=3)
+    x, given = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    start = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    lent = {name: 1.5 * p for name, p in start.items()}  # not leaves
+
+    class LogDet(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, given):
+            torch.manual_seed(3)
+            z, log_det = self.model.forward_and_log_det(x, given)
+            return log_det.sum() + z.square().sum()
+
+    called = torch.func.functional_call(LogDet(), {f"model.{name}": p for name, p in lent.items()}, (x, given))
+    found = torch.autograd.grad(called, [*lent.values(), *start.values()])
+    model.load_state_dict({name: p.detach() for name, p in lent.items()})
+    expected = torch.autograd.grad(LogDet()(x, given), list(model.parameters()))
+    torch.testing.assert_close(found[: len(lent)], expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[len(lent) :], tuple(1.5 * g for g in expected), rtol=1e-9, atol=1e-12)
+
+    leaf = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    gate = leaf.tanh()
+
+    class Gated(torch.nn.Module):
+        def forward(self, x):
+            return 0.5 * gate * torch.tanh(x + gate)
+
+    outside = Residual(Declared(Gated(), lipschitz=0.5), log_det=Series(4, samples=None), recompute=recompute)
+    z, log_det = outside.forward_and_log_det(x)
+    value, plain = plain_series(outside.branch, x, [1.0] * 4, probes(x, None))
+    (expected,) = torch.autograd.grad(plain.sum() + (x + value).square().sum() + gate, leaf, retain_graph=True)
+    (found,) = torch.autograd.grad(log_det.sum() + z.square().sum() + gate, leaf)
+    torch.testing.assert_close(found, expected)
+
+
+def test_dropout_and_autocast_are_those_of_the_forward_pass():
+    class Dropped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x):
+            return self.scale * torch.nn.functional.dropout(torch.tanh(x), 0.5)
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 6, requires_grad=True)
+    found = []
+    for recompute in (False, True):
+        model = Residual(Declared(Dropped(), lipschitz=0.9), log_det=Series(3), recompute=recompute)
+        torch.manual_seed(1)
+        z, log_det = model.forward_and_log_det(x)
+        torch.rand(3)
+        found.append(torch.autograd.grad(z.square().sum() + log_det.sum(), [x, *model.parameters()]))
+        assert torch.equal(found[-1][0] == found[0][0], torch.ones(64, 6, dtype=torch.bool))
+    torch.testing.assert_close(*found)
+    found = []
+    for recompute in (False, True):
+        model = conv_block(recompute, context=3).float()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            z, log_det = model.forward_and_log_det(torch.ones(4, 5), torch.ones(4, 3))
+        found.append(torch.autograd.grad(z.float().square().sum() + log_det.float().sum(), list(model.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_parameters_changed_before_the_backward_pass_are_noticed():
+    for recompute in (False, True):
+        model = conv_block(recompute)
+        log_det = model.log_det(torch.randn(2, 2, 4, 4, dtype=torch.float64))
+        with torch.no_grad():
+            model.g.layers[0].weight.add_(1)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            log_det.sum().backward()
+
+
+def test_what_is_recomputed_is_not_kept():
+    """Neither the graph of the series nor, with `recompute`, that of g: a few tensors of the size of x."""
+    x = torch.randn(16, 2, 8, 8, dtype=torch.float64)
+
+    class Packed:
+        def __init__(self, t):
+            self.tensor = t.detach()
+
+    def kept(model):
+        packed = []
+
+        def pack(t):
+            made = Packed(t)
+            packed.append(weakref.ref(made))
+            return made
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda made: made.tensor):
+            result = model.forward_and_log_det(x)
+        assert result[1].requires_grad
+        alive = {ref().tensor.untyped_storage().data_ptr(): ref().tensor for ref in packed if ref() is not None}
+        return sum(t.numel() * t.element_size() for t in alive.values())
+
+    stored, again = kept(conv_block(False)), kept(conv_block(True))
+    activations = 16 * 6 * 64 * 8
+    assert stored > 4 * activations
+    assert again < activations + 8 * x.numel() * 8
 
 
 def test_default_estimators():

@@ -5,12 +5,14 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip import Box, Chain, models
-from bilip.blocks import Residual
+from bilip.blocks import Residual, inverting
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
 from bilip.nets.certify import double_twin
+from bilip.nets.spectral import held_layers
 from bilip.testing import search_gains
 
 
@@ -333,3 +335,76 @@ def test_a_declared_net_is_charged_for_the_dtype_of_its_block():
     solution = Residual(Declared(InFloat32(), lipschitz=0.5)).solve(z)
     assert bool((true_error(solution, z) <= solution.error_bound).all())
     assert bool(solution.converged.all())
+
+
+def test_a_looser_tolerance_takes_fewer_evaluations_and_states_its_error():
+    torch.manual_seed(0)
+    flow = models.residual_flow((2, 8, 8), blocks=(2, 2), hidden=8, coefficient=0.9, factor_out=True, activation="elu")
+    with torch.no_grad():
+        for layer in held_layers(flow):
+            layer.weight *= 20
+    x = torch.randn(6, 2, 8, 8)
+    flow(x)
+    flow.eval()
+    counts, errors = [], []
+    with torch.no_grad():
+        z = flow(x)
+        before = flow.inverse(z)
+        for tolerance in (1e-1, 1e-2, 1e-3):
+            with inverting(flow, tolerance=tolerance) as solutions:
+                found = flow.inverse(z)
+            assert len(solutions) == 4
+            assert all(bool((solution.error_bound <= tolerance).all()) for solution in solutions)
+            counts.append(sum(int(solution.evaluations.max()) for solution in solutions))
+            errors.append(float((found - x).flatten(1).norm(dim=1).max()))
+        assert torch.equal(flow.inverse(z), before)  # as it was
+    assert counts[0] < counts[1] < counts[2]
+    assert errors[2] < 1e-2
+    with pytest.raises(InputError, match="tolerance=0"), inverting(flow, tolerance=0):
+        pass
+    with pytest.raises(InputError, match="no Residual block"), inverting(nn.Linear(2, 2), tolerance=1e-2):
+        pass
+
+
+def launches(call):
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += 1
+            return function(*args, **(kwargs or {}))
+
+    with Count() as count:
+        call()
+    return count.number
+
+
+def test_an_easy_inverse_needs_little_besides_its_evaluations():
+    """Bookkeeping for acceleration begins when plain steps were not enough; held weights are looked at once."""
+    torch.manual_seed(0)
+    block = Residual(ConvNet(2, 2, hidden=4, gain=False, activation="elu", lipschitz=0.9)).eval()
+    with torch.no_grad():
+        for layer in held_layers(block):
+            layer.weight *= 0.1
+        z = torch.randn(4, 2, 6, 6)
+        block.solve(z)
+        one = launches(lambda: block.branch(z))
+        certificate = launches(lambda: block._residual(z, z, None))
+        solution = block.solve(z, tolerance=1e-4)
+        evaluations = int(solution.evaluations.max())
+        assert evaluations <= 4
+        assert launches(lambda: block.solve(z, tolerance=1e-4)) < certificate + evaluations * (one + 30) + 120
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_solve_is_the_same_in_training_mode_and_sees_changed_weights(training):
+    block = make(7, c=0.9).train(training)
+    y = torch.randn(9, 4)
+    for scale in (1.0, -1.0, 3.0):
+        with torch.no_grad():
+            for layer in held_layers(block):
+                layer.weight.data.mul_(scale)
+        solution = block.solve(y)
+        assert bool(solution.converged.all())
+        with torch.no_grad():
+            assert torch.allclose(block(solution.x), y, atol=1e-5)

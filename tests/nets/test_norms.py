@@ -170,7 +170,7 @@ def test_norms_taken_together_are_those_taken_one_by_one(monkeypatch):
         with spectral.held_together(layers):
             found = [layer.held_weight() for layer in layers]
             table = spectral._TOGETHER.get()
-            assert [layer in table for layer in layers] == [False] + [most > 1] * 4 + [False]
+            assert all(layer in table for layer in layers)
             with spectral.held_together(layers):  # a chain in a chain
                 assert all(spectral._TOGETHER.get()[layer] is table[layer] for layer in table)
             other = torch.randn(6, 4)

@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bilip import Flow, Guard, Reversible, models
+from bilip import Chain, Flow, Guard, Reversible, models
+from bilip.blocks import Poisson, Residual, Roulette, Series
 from bilip.data import checkerboard, seed_of
 from bilip.errors import InputError
+from bilip.nets import MLP, matrix_norm
+from bilip.nets.spectral import held_layers
 from bilip.objectives import Likelihood
 from bilip.recipes import checkerboard as checkerboard_recipe
 from bilip.recipes import regression_2d
@@ -395,6 +398,78 @@ def test_resumed(captured, device, tmp_path, stop):
     # In the steps before a graph directions come from another generator: the same in distribution alone.
     assert parts["nll"] == pytest.approx(whole["nll"], rel=0.02)
     assert task.penalties[0].seen == -(-STEPS // 3) * BATCH
+
+
+def residual_trunk(estimator, recompute=False):
+    torch.manual_seed(0)
+    blocks = [Residual(MLP(2, 2, hidden=(12,), activation="elu", lipschitz=0.9), log_det=estimator) for _ in range(3)]
+    for block in blocks:
+        block.recompute = recompute
+        with torch.no_grad():
+            for layer in held_layers(block):
+                layer.weight *= 5  # so that all are held
+    return Chain(*blocks)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lr", [1e-4, 0.1])  # certificates last for many steps, or for none
+def test_residual_flows_with_one_number_of_terms_for_all_blocks(captured, device, tmp_path, recompute, lr):
+    estimator = Roulette(Poisson(2.0), exact_terms=1, shared=True)
+    *tasks, apart = both(lambda: make_task(residual_trunk(estimator, recompute)), device, tmp_path, lr=lr)
+    assert apart < (1e-5 if lr < 1e-3 else 2e-3)
+    drawn = [dict(key[-1:])[estimator] for key in captured[0].graphs]
+    assert len(set(drawn)) == len(drawn) >= 3  # a graph for each number
+    assert all(estimator.law.probability(further) >= 0.01 for further in drawn)
+    assert captured[0].replays > STEPS // 2
+    assert not captured[0].failed
+    for task in tasks:
+        for layer in held_layers(task.model):
+            assert matrix_norm(layer.held_weight()) <= layer.coefficient
+
+
+def test_numbers_of_terms_that_are_rare_run_eagerly(captured, device, tmp_path, monkeypatch):
+    monkeypatch.setattr("bilip.training.step.RARE", 0.2)
+    estimator = Roulette(Poisson(2.0), exact_terms=1, shared=True)
+    *_, apart = both(lambda: make_task(residual_trunk(estimator)), device, tmp_path)
+    assert apart < 1e-3
+    assert {dict(key[-1:])[estimator] for key in captured[0].graphs} == {1, 2}
+    assert 0 < captured[0].replays < STEPS
+
+
+def test_weights_of_a_captured_step_are_certified_outside_of_its_graphs(captured, device, tmp_path):
+    """Weights that jump, a certificate that somebody else renews or takes away: the graphs go on, and layers stay held."""
+    torch.manual_seed(0)
+    trunk = residual_trunk(Series(3))
+    held = held_layers(trunk)
+
+    def jump(x):
+        with torch.no_grad():
+            for layer in held:
+                layer.weight.data.mul_(7)
+        return x
+
+    def renew(x):
+        trunk.bounds()
+        return x
+
+    def forget(x):
+        for layer in held:
+            layer._certificate = None
+        return x
+
+    task = make_task(trunk, at={10: jump, 15: renew, 20: forget})
+    train(task, make_settings(device, steps=25), tmp_path, progress=silent)
+    assert captured[0].replays == 25 - WARMUP
+    assert len(captured[0].graphs) == 1
+    assert all(matrix_norm(layer.held_weight()) <= layer.coefficient for layer in held)
+
+
+def test_roulette_that_each_block_plays_alone_is_not_captured(captured, device, tmp_path):
+    task = make_task(residual_trunk(Roulette(Poisson(2.0), exact_terms=1)))
+    train(task, make_settings(device, steps=6), tmp_path, progress=silent)
+    assert not captured
+    with pytest.raises(InputError, match="shared=True"):
+        train(task, make_settings(device, steps=6, capture=True), tmp_path / "must", progress=silent)
 
 
 def test_what_cannot_be_captured_stays_eager(captured, device, tmp_path):

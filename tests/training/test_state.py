@@ -6,15 +6,20 @@ import os
 import random
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from bilip import Flow, models
+from bilip.data import checkerboard
 from bilip.errors import CheckpointError
+from bilip.nets.spectral import held_layers, restore_certificate
+from bilip.objectives import Likelihood
 from bilip.record.checksum import UNSEALED, seal
-from bilip.training import load_weights, read_log, read_state, save_state, train
+from bilip.training import Settings, Task, load_weights, read_log, read_state, save_state, train
 from training.runs import make_settings, make_task, silent
 
 CHANGES = {"ema": 0.9, "save_every": 3, "log_every": 2}
@@ -198,3 +203,30 @@ def test_a_state_of_numbers_that_are_not_finite_is_still_a_state(tmp_path):
     assert tensors["a"].isfinite().sum() == 0
     assert facts["best_loss"] == math.inf
     assert len(load_tensors((tmp_path / "s").read_bytes())) == 1  # a plain safetensors file for everybody else
+
+
+def test_a_residual_flow_goes_on_from_its_certificates(tmp_path):
+    """The weights that act depend on when they were certified: a run that was stopped is the one that was not, bit for bit."""
+
+    def make():
+        torch.manual_seed(0)
+        trunk = models.residual_flow(2, blocks=2, hidden=(8,), coefficient=0.7)
+        with torch.no_grad():
+            for layer in held_layers(trunk):
+                layer.weight *= 5
+        return Task(Flow(trunk), lambda draw: (checkerboard(16, draw("data")),), Likelihood())
+
+    settings = Settings(steps=12, lr=1e-4, seed=1, device="cpu")
+    train(make(), settings, tmp_path / "whole", progress=silent)
+    for steps in (5, 6, 12):
+        task = make()
+        train(task, replace(settings, steps=steps), tmp_path / "parts", progress=silent)
+    whole, parts = (read_state(tmp_path / name / "last.safetensors")[0] for name in ("whole", "parts"))
+    assert any(name.startswith("certificate.") for name in whole)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    layer = held_layers(task.model)[0]
+    assert not torch.equal(layer._certificate.weight, layer.weight)  # it is from an earlier step
+    before = layer._certificate
+    restore_certificate(layer, before.tensors() | {"bound": before.bound / 2})  # what is not true is not taken over
+    assert layer._certificate is None

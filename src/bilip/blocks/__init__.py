@@ -16,7 +16,7 @@ from bilip.blocks.logit import Logit
 from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.partition import Checkerboard, Indices, Partition, Split, Streams
 from bilip.blocks.permutation import Permutation
-from bilip.blocks.residual import Residual, Solution
+from bilip.blocks.residual import Residual, Solution, inverting
 from bilip.blocks.scale import EXP, HALF_SIGMOID, SIGMOID, ExpScale, Scale, SigmoidScale, TanhExpScale, scale_from
 from bilip.blocks.squeeze import Squeeze
 
@@ -56,4 +56,5 @@ __all__ = [
     "Streams",
     "TanhExpScale",
     "scale_from",
+    "inverting",
 ]

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
+from bilip.blocks.log_det import one_draw
 from bilip.blocks.reach import Reach, Step
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache, is_transformed
-from bilip.nets.spectral import HeldLinear, held_together
+from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
 
 __all__ = ["Chain"]
 
@@ -182,14 +183,14 @@ class _Pass:
         self.fixed: dict[int, tuple[int, Tensor]] = {}  # features, and logs whose sum counts once for each pixel
         self.terms: list[Tensor] = []
         self.constants: dict[int, list[Tensor]] = {}  # by the number of pixels
-        self.held: list[HeldLinear] = []
+        self.held: list[HeldLinear | HeldConv2d] = []
         groups: dict[tuple[object, ...], list[int]] = {}
         anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
             if type(block) is ActNorm:
                 self.fixed[k] = block.features, block.log_scale
             elif type(block) is Residual and anew:
-                self.held += (part for part in block.g.modules() if type(part) is HeldLinear)
+                self.held += held_layers(block.g)
             elif type(block) is InvertibleConv1x1 and block.kind == "full" and not _hooked(block):
                 scaled = k > 0 and _only_scales(self.blocks[k - 1], block.channels)
                 weight = block.weight
@@ -217,7 +218,7 @@ class _Pass:
         else:
             self.chain._check_shape(x, self.chain.shape, "input")
         places = range(len(self.blocks))
-        with held_together(self.held):
+        with held_together(self.held), one_draw():
             for k in reversed(places) if self.inverse else places:
                 x = self._step(k, self.blocks[k], x, context)
                 if self.with_log_det and k in self.fixed:

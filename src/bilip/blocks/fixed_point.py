@@ -77,10 +77,15 @@ def solve_fixed_point(
             f"solve_fixed_point(method={method!r}, memory={memory}, max_evaluations={max_evaluations}) is not possible."
         )
     rows = torch.arange(len(y), device=y.device)
+    start = _Start(y)
+    if start.reaches(g, target, rows, min(WARM_UP + 1, max_evaluations)):
+        return start.found(target)
     state = _State(y, memory if method == "anderson" else 0)
     enough = target if enough is None else enough
-    for _ in range(max_evaluations):
-        state.step(y[rows] - state.proposal - g(state.proposal, rows), target[rows], enough[rows], rows)
+    for k in range(max_evaluations):
+        known = k < len(start.residuals)  # samples that are not done yet have taken the same plain steps
+        r = start.residuals[k][rows] if known else y[rows] - state.proposal - g(state.proposal, rows)
+        state.step(r, target[rows], enough[rows], rows)
         going = state.going
         if not bool(going.all()):
             rows = rows[going]
@@ -88,6 +93,38 @@ def solve_fixed_point(
         if not len(rows):
             break
     return FixedPoint(state.best, state.best_residual, state.evaluations)
+
+
+class _Start:
+    """The first plain steps, for all samples and without any bookkeeping: on a device, that takes longer than a small g."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = self.best = y
+        self.residuals: list[Tensor] = []
+        self.sizes: list[Tensor] = []
+
+    def reaches(self, g: Callable[[Tensor, Tensor], Tensor], target: Tensor, rows: Tensor, steps: int) -> bool:
+        """Whether all samples reach their target; the whole batch is looked at once for each evaluation."""
+        x, least = self.y, None
+        for _ in range(steps):
+            r = self.y - x - g(x, rows)
+            size = norms(r)
+            x = x + r
+            better = size if least is None else torch.minimum(size, least)
+            wide = (size <= better).view(-1, *[1] * (x.ndim - 1))
+            self.best = x if least is None else torch.where(wide, x, self.best)
+            least = better
+            self.residuals.append(r)
+            self.sizes.append(size)
+            if bool((least <= target).all()):
+                return True
+        return False
+
+    def found(self, target: Tensor) -> FixedPoint:
+        """The solution, if all have reached it."""
+        sizes = torch.stack(self.sizes)
+        before = (sizes.cummin(0).values > target).sum(0)  # evaluations that did not reach it
+        return FixedPoint(self.best, sizes.amin(0), before + 1)
 
 
 class _State:

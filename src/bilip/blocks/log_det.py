@@ -6,16 +6,19 @@ the terms so that the expectation is the whole series. Traces are $v^\top J^k v$
 exact (the sum over a basis).
 
 Gradients of the last two follow $\partial \log\det(I + J) = \mathrm{tr}\big(\sum_{k \ge 0} (-J)^k \, \partial
-J\big)$: the powers are built without a graph, and one product with $\partial J$ carries all gradients, so memory does
-not grow with the number of terms.
+J\big)$: the forward pass sums the powers $n^\top = \sum_k w_k\, v^\top (-J)^k$ without a graph, and the backward pass
+differentiates $n^\top J v$ together with g. So no graph of the series is kept, whatever the number of terms; the graph of g is, or it
+is made again (`Residual(recompute=True)`).
 
 Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 2019.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +30,7 @@ from bilip.errors import InputError
 __all__ = ["Exact", "Geometric", "Poisson", "Roulette", "Series", "series_error"]
 
 Map = Callable[[Tensor], Tensor]
+_DRAWN: ContextVar[dict[Roulette, int] | None] = ContextVar("drawn", default=None)
 
 
 def series_error(dimension: int, c: float, terms: int) -> float:
@@ -186,6 +190,10 @@ class Roulette:
         law: Distribution of the number of further terms.
         exact_terms: Terms that are always there.
         samples: Random-sign probes for the traces; `None` for exact traces.
+        shared: Draw the number of terms once for all blocks of a pass that have this estimator, not once for each. Each estimate, and so
+            their sum, stays unbiased, as that asks nothing of the others; but the errors of the blocks are no longer independent, and
+            the sum varies more. Steps of training do the same work then whenever the number is the same, and can be
+            captured as CUDA graphs.
 
     Example:
         >>> Roulette(Geometric(0.5), exact_terms=2).weights(4)
@@ -195,6 +203,7 @@ class Roulette:
     law: Geometric | Poisson = Poisson(2.0)
     exact_terms: int = 8
     samples: int | None = 1
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.exact_terms < 0 or (self.samples is not None and self.samples < 1):
@@ -213,11 +222,40 @@ class Roulette:
 
     def with_value(self, g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
         """g(x) and the estimate, from one evaluation of g."""
-        return weighted_series(g, x, self.weights(self.exact_terms + self.law.draw()), probes(x, self.samples))
+        return weighted_series(g, x, self.weights(self.exact_terms + self._further()), probes(x, self.samples))
+
+    def _further(self) -> int:
+        drawn = _DRAWN.get()
+        if not self.shared or drawn is None:
+            return self.law.draw()
+        if self not in drawn:
+            drawn[self] = self.law.draw()
+        return drawn[self]
 
     def estimate(self, g: Map, x: Tensor, further: int, v: Tensor) -> Tensor:
         """The estimate for a given number of further terms and given probes."""
         return weighted_series(g, x, self.weights(self.exact_terms + further), v)[1]
+
+
+@contextlib.contextmanager
+def one_draw(drawn: Mapping[Roulette, int] | None = None) -> Iterator[None]:
+    """Inside, an estimator with `shared` draws its number of further terms once; inside of another such context, that one counts.
+
+    Args:
+        drawn: Numbers that are drawn already.
+
+    Example:
+        >>> estimator = Roulette(shared=True)
+        >>> with one_draw({estimator: 3}):
+        ...     estimator._further()
+        3
+    """
+    before = _DRAWN.get()
+    token = _DRAWN.set(dict(drawn or {}) if before is None else before)
+    try:
+        yield
+    finally:
+        _DRAWN.reset(token)
 
 
 def probes(x: Tensor, samples: int | None) -> Tensor:
@@ -230,41 +268,169 @@ def probes(x: Tensor, samples: int | None) -> Tensor:
 
 
 def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> tuple[Tensor, Tensor]:
-    r"""g(x), and $\sum_k w_k \frac{(-1)^{k+1}}{k}\, v^\top J^k v$, averaged over the probes, with the Neumann-series gradient."""
+    r"""g(x), and $\sum_k w_k \frac{(-1)^{k+1}}{k}\, v^\top J^k v$, averaged over the probes, with the Neumann-series gradient.
+
+    A map may say more than its value: `g.inputs`, the tensors besides x that gradients go to (others are found in its graph), `g.again(x)`,
+    the same value in a backward pass, and `g.recompute`, whether its graph is to be made again there.
+    """
     wants_graph = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():
-        inner = x if x.requires_grad else x.detach().clone().requires_grad_()
+        inner = (x.detach().clone() if x.is_inference() else x.detach()).requires_grad_()
         value = g(inner)
-
-        def pull(u: Tensor, graph: bool = False) -> Tensor:  # u^T J
-            return torch.autograd.grad(value, inner, u, retain_graph=True, create_graph=graph)[0]
-
-        total = x.new_zeros(x.shape[0])
-        surrogate = x.new_zeros(x.shape[0])
+        total, sums = x.new_zeros(x.shape[0]), []
         for probe in v:
             power, neumann = probe, torch.zeros_like(probe)
             for k, weight in enumerate(weights, 1):
                 neumann = neumann + (weight if k % 2 else -weight) * power  # v^T (-J)^(k-1), weighted
-                power = pull(power).detach()
+                power = torch.autograd.grad(value, inner, power, retain_graph=True)[0]  # times J
                 sign = 1.0 if k % 2 else -1.0
                 total = total + sign * weight / k * (power * probe).flatten(1).sum(1)
-            if wants_graph:
-                surrogate = surrogate + (pull(neumann, graph=True) * probe).flatten(1).sum(1)
-    total, surrogate = total / len(v), surrogate / len(v)
-    if not wants_graph:
-        return value.detach(), total.detach()
-    surrogate = _OnlyOnce.apply(surrogate)
-    return value, total.detach() + (surrogate - surrogate.detach())  # type: ignore[operator]
+            sums.append(neumann)
+        total = (total / len(v)).detach()
+        if not wants_graph:
+            return value.detach(), total
+        stated = [tensor for tensor in getattr(g, "inputs", ()) if tensor.requires_grad]
+        inputs = [*stated, *_other_leaves(value, [inner, *stated])]
+    kept = None if getattr(g, "recompute", False) else (inner, value)
+    pair = _Pair(g, v, tuple(sums), value.detach(), total, kept, len(inputs) > len(stated), _Precision(x))
+    return _WithNeumannGradient.apply(pair, x, *inputs)  # type: ignore[return-value]
 
 
-class _OnlyOnce(torch.autograd.Function):
-    """The identity; its gradient cannot be differentiated. The surrogate has the right first derivative alone."""
+def _other_leaves(value: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that a value depends on by ways that do not lead through known tensors."""
+    stop = {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
+    have, found = {id(tensor) for tensor in known}, []
+    seen, ahead = set(stop), [value.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in have:
+            found.append(leaf)
+        ahead += (after for after, _ in node.next_functions)
+    return found
+
+
+class _Precision:
+    """The autocast of a forward pass, for what is evaluated again in the backward pass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device.type
+        self.enabled = torch.is_autocast_enabled(self.device)
+        self.dtype = torch.get_autocast_dtype(self.device)
+
+    def same(self) -> torch.autocast:
+        return torch.autocast(self.device, self.dtype, self.enabled)
+
+
+@dataclass
+class _Pair:
+    """A value of g and an estimate, with what their gradients need.
+
+    Attributes:
+        g: The map.
+        v: The probes.
+        sums: The weighted powers applied to each probe.
+        value: g(x).
+        total: The estimate.
+        kept: The input and the value with the graph between them, until a backward pass has used it.
+        shared: Whether parts of that graph lie outside of g.
+        precision: The autocast of the forward pass.
+    """
+
+    g: Map
+    v: Tensor
+    sums: tuple[Tensor, ...]
+    value: Tensor | None
+    total: Tensor | None
+    kept: tuple[Tensor, Tensor] | None
+    shared: bool
+    precision: _Precision
+
+    def evaluated(self, x: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
+        """An input and the value there, connected; for a second derivative the input has to be x itself."""
+        if self.kept is not None and not twice:
+            inner, value = self.kept
+            self.kept = None
+            return inner, value
+        inner = x if twice and x.requires_grad else x.detach().requires_grad_()
+        with self.precision.same():
+            return inner, getattr(self.g, "again", self.g)(inner)
+
+    def surrogate(self, inner: Tensor, value: Tensor) -> Tensor:
+        """What has the gradient of the estimate, for each sample."""
+        total = inner.new_zeros(inner.shape[0])
+        for neumann, probe in zip(self.sums, self.v, strict=True):
+            pulled = torch.autograd.grad(value, inner, neumann, retain_graph=True, create_graph=True)[0]
+            total = total + (pulled * probe).flatten(1).sum(1)
+        return total / len(self.v)
+
+
+class _WithNeumannGradient(torch.autograd.Function):
+    """The value and the estimate of a pair; one backward pass through g serves both."""
+
+    @staticmethod
+    def forward(ctx, pair: _Pair, x: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.pair = pair
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *inputs)
+        value, total = pair.value, pair.total
+        pair.value = pair.total = None
+        return value, total  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *inputs = ctx.saved_tensors
+        pair: _Pair = ctx.pair
+        twice = torch.is_grad_enabled()
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            inner, value = pair.evaluated(x, twice)
+            wanted = [tensor for tensor, need in zip((inner, *inputs), needed, strict=True) if need]
+            outputs = [] if grads[0] is None else [(value, grads[0])]
+            if grads[1] is not None:
+                surrogate = pair.surrogate(inner, value)
+                if surrogate.requires_grad:
+                    outputs.append((surrogate, grads[1]))
+            # A second derivative is that of the value alone: the surrogate has the right first derivative, and no more.
+            if twice and outputs and outputs[-1][0] is not value:
+                once = _gradients(outputs[-1:], wanted, graph=False, keep=True)
+                pulled = _gradients(outputs[:-1], wanted, graph=True, keep=True)
+                pulled = [
+                    _sum(a, None if b is None else _Once.apply(b.requires_grad_()))
+                    for a, b in zip(pulled, once, strict=True)
+                ]
+            else:
+                pulled = _gradients(outputs, wanted, graph=twice, keep=twice or pair.shared)
+        found = iter(pulled)
+        return (None, *(next(found) if need else None for need in needed))
+
+
+def _gradients(
+    outputs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], *, graph: bool, keep: bool
+) -> list[Tensor | None]:
+    """The sum over outputs of their gradients; `None` for what none of them depends on."""
+    if not outputs:
+        return [None] * len(wanted)
+    values, given = zip(*outputs, strict=True)
+    return list(torch.autograd.grad(values, wanted, given, allow_unused=True, create_graph=graph, retain_graph=keep))
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated."""
 
     @staticmethod
     def forward(ctx, value: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0]
+        raise RuntimeError(
+            "the gradient of an estimated log-determinant cannot be differentiated. For second derivatives use log_det=Exact()."
+        )

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.blocks.log_det import Exact, Roulette, Series
-from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms
+from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms, shares
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
-from bilip.nets.cache import reusing
+from bilip.nets.cache import is_transformed, reusing
+from bilip.nets.layers import Declared
+from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
 
-__all__ = ["Residual", "Solution"]
+__all__ = ["Residual", "Solution", "inverting"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Residual(Bijection):
         log_det: `Exact()`, `Series(...)` or `Roulette(...)`; by default exact up to 64 dimensions, beyond that
             Russian roulette in training mode and 20 terms in evaluation mode.
         max_evaluations: When to give up.
+        recompute: Evaluate g again in the backward pass of `forward_and_log_det` with an estimated log-determinant, instead of keeping
+            its activations: memory for a few tensors of the size of x, at the cost of one more evaluation.
 
     Example:
         >>> from bilip.nets import MLP
@@ -76,6 +83,8 @@ class Residual(Bijection):
     """
 
     closed_form = False
+    recompute = False
+    _solutions: list[Solution] | None = None  # where to note what `inverse` has found
 
     def __init__(
         self,
@@ -84,8 +93,10 @@ class Residual(Bijection):
         tolerance: float | None = None,
         log_det: Exact | Series | Roulette | None = None,
         max_evaluations: int = 1000,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.g = require_module("Residual", "g", g)
         if tolerance is not None and not 0 < tolerance < math.inf:
             raise InputError(f"Residual(tolerance={tolerance}): expected a positive number.")
@@ -123,7 +134,10 @@ class Residual(Bijection):
         estimator = self.estimator
         if estimator is None:
             estimator = Exact() if math.prod(x.shape[1:]) <= 64 else Roulette() if self.training else Series(20)
-        g, log_det = estimator.with_value(lambda v: self.branch(v, context), self.check_net(x, self.g))
+        x = self.check_net(x, self.g)
+        anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
+        with held_together(held_layers(self.g) if anew else ()):
+            g, log_det = estimator.with_value(_Branch(self, x, context), x)
         return x + g, log_det
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -135,6 +149,8 @@ class Residual(Bijection):
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         """F^-1(z) to the tolerance of this block; raises `NotConverged` for samples that miss it."""
         solution = self.solve(z, context)
+        if self._solutions is not None:
+            self._solutions.append(solution)
         if not bool(solution.converged.all()):
             bad = (~solution.converged).nonzero().squeeze(1)
             worst = int(bad[torch.argmax(solution.error_bound[bad])])
@@ -187,7 +203,7 @@ class Residual(Bijection):
             return self.branch(x, None if context is None else context[rows])
 
         enough = asked * (1 - c) / 2
-        with reusing():
+        with reusing(), again(pinned(self.g)):
             found = solve_fixed_point(
                 g,
                 z,
@@ -197,7 +213,7 @@ class Residual(Bijection):
                 max_evaluations=self.max_evaluations,
                 enough=enough,
             )
-        residual, rounding = self._residual(found.x, z, context)
+            residual, rounding = self._residual(found.x, z, context)
         if tolerance is None:
             asked = asked + 2 * rounding / (1 - c)
         bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
@@ -208,7 +224,7 @@ class Residual(Bijection):
         value, error = certify.point_image(self.g, x, context if self._context else None)
         parts = (z.double(), x.double(), value)
         # The small factor goes inside: a norm may be beyond float64 where what rounding makes of it is not.
-        error = error + sum(norms(4 * EPS * part) for part in parts) + 1e-300
+        error = error + sum(shares(4 * EPS, part) for part in parts) + 1e-300
         return norms(parts[0] - parts[1] - parts[2]), error.nan_to_num(torch.inf, torch.inf)
 
     def unrolled_inverse(self, z: Tensor, steps: int, context: Tensor | None = None) -> Tensor:
@@ -257,6 +273,94 @@ class Residual(Bijection):
             g = certify.ball_and_interval(self.g, found, given)
             found = found.intersect(Box.outward(box.low - g.high, box.high - g.low))
         return found
+
+
+@contextlib.contextmanager
+def inverting(model: nn.Module, *, tolerance: float) -> Iterator[list[Solution]]:
+    """Inside, every residual block of a model inverts to this tolerance, and the list holds what each solve has stated.
+
+    A looser tolerance takes fewer evaluations. Each block is certified as ever: its inverse is no farther than `error_bound` from the
+    exact inverse of what it was given, or `NotConverged` is raised. How far the inverse of a whole chain is off is not
+    certified by that, as the blocks after may magnify it; measure it with a round trip.
+
+    Args:
+        model: A chain, a flow, or any module with `Residual` blocks.
+        tolerance: Largest distance from the exact inverse, for each sample and block.
+
+    Example:
+        >>> from bilip import models
+        >>> flow = models.residual_flow(2, blocks=3, hidden=(16,)).eval()
+        >>> with torch.no_grad(), inverting(flow, tolerance=1e-2) as solutions:
+        ...     x = flow.inverse(torch.randn(5, 2))
+        >>> len(solutions), max(float(solution.error_bound.max()) for solution in solutions) <= 1e-2
+        (3, True)
+    """
+    if not 0 < tolerance < math.inf:
+        raise InputError(f"inverting(tolerance={tolerance}): expected a positive number.")
+    found: list[Solution] = []
+    parts = [(part, part.tolerance, part._solutions) for part in model.modules() if isinstance(part, Residual)]
+    if not parts:
+        raise InputError(f"inverting: {type(model).__name__} has no Residual block, so there is nothing to solve.")
+    try:
+        for part, _, _ in parts:
+            part.tolerance, part._solutions = tolerance, found
+        yield found
+    finally:
+        for part, before, solutions in parts:
+            part.tolerance, part._solutions = before, solutions
+
+
+class _Branch:
+    """g of a block as it is in one pass, for a log-determinant.
+
+    The backward pass may come when the block has other tensors (`torch.func.functional_call`), other certificates, and torch another
+    random state; what is evaluated `again` is what was.
+    """
+
+    def __init__(self, block: Residual, x: Tensor, context: Tensor | None) -> None:
+        self.block, self.context = block, context
+        self.tensors = {**dict(block.g.named_parameters()), **dict(block.g.named_buffers())}
+        self.held = held_now(block.g)
+        self.draws = any(isinstance(part, (Declared, nn.modules.dropout._DropoutNd)) for part in block.g.modules())
+        self.random: _RandomState | None = None
+        self.recompute = block.recompute and not (self.draws and capturing(x))
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What gradients go to besides x."""
+        return [*self.tensors.values(), *(() if self.context is None else (self.context,))]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.draws and not capturing(x):
+            self.random = _RandomState(x)
+        return self.block.branch(x, self.context)
+
+    def again(self, x: Tensor) -> Tensor:
+        """The same function in a backward pass."""
+        g, now = self.block.g, {**dict(self.block.g.named_parameters()), **dict(self.block.g.named_buffers())}
+        with again(self.held), contextlib.nullcontext() if self.random is None else self.random.again():
+            if all(tensor is now.get(name) for name, tensor in self.tensors.items()):
+                return self.block.branch(x, self.context)
+            given = (x, self.context) if self.context is not None and self.block._context else (x,)
+            return torch.func.functional_call(g, self.tensors, given)
+
+
+class _RandomState:
+    """The state of torch's generators for the device of a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device
+        self.host = torch.get_rng_state()
+        self.there = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, numbers are drawn from that state; outside, nothing was drawn."""
+        with torch.random.fork_rng([self.device] if self.there is not None else []):
+            torch.set_rng_state(self.host)
+            if self.there is not None:
+                torch.cuda.set_rng_state(self.there, self.device)
+            yield
 
 
 class _ImplicitInverse(torch.autograd.Function):

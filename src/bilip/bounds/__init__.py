@@ -23,6 +23,7 @@ from bilip.bounds.logs import (
     log_sum,
     log_triangular_norm,
     norms,
+    shares,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "log_sum",
     "log_triangular_norm",
     "norms",
+    "shares",
 ]

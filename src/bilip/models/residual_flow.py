@@ -29,6 +29,7 @@ def residual_flow(
     dense_hidden: int = 128,
     logit: float | None = None,
     context: int = 0,
+    recompute: bool = False,
 ) -> Chain:
     r"""Invertible residual blocks on vectors or images; both constants are bounded on all of space.
 
@@ -46,6 +47,7 @@ def residual_flow(
         dense_hidden: Their hidden size.
         logit: Begin with `Logit(alpha)` for images in [0, 1].
         context: Size of a context vector for vector nets.
+        recompute: Evaluate the branches again in the backward pass instead of keeping their activations; see `Residual`.
 
     Example:
         >>> flow = residual_flow(2, blocks=3, coefficient=0.5)
@@ -72,7 +74,7 @@ def residual_flow(
             if actnorm:
                 chain.append(ActNorm(shape))
             net = MLP(shape, shape, hidden=sizes, activation=activation, context=context, lipschitz=coefficient)
-            chain.append(Residual(net if k == 0 or context else _preactivated(net, activation)))
+            chain.append(Residual(net if k == 0 or context else _preactivated(net, activation), recompute=recompute))
         return Chain(*chain, shape=(shape,))
 
     shape = tuple(int(n) for n in shape)
@@ -98,7 +100,7 @@ def residual_flow(
             if actnorm is None or actnorm:
                 chain.append(ActNorm(shape[0]))
             net = ConvNet(shape[0], shape[0], hidden=width, activation=activation, gain=False, lipschitz=coefficient)
-            chain.append(Residual(net if first and k == 0 else _preactivated(net, activation)))
+            chain.append(Residual(net if first and k == 0 else _preactivated(net, activation), recompute=recompute))
         return chain
 
     def dense(shape: tuple[int, ...]) -> list[Bijection]:
@@ -115,7 +117,8 @@ def residual_flow(
                     _preactivated(
                         MLP(size, size, hidden=(dense_hidden,), activation=activation, lipschitz=coefficient),
                         activation,
-                    )
+                    ),
+                    recompute=recompute,
                 )
             )
         return chain

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of, norms
+from bilip.bounds import EPS, Box, as_float64, log_of, norms, shares
 from bilip.errors import InputError
 
 __all__ = ["Facts", "ScaledSwish", "facts", "make"]
@@ -110,7 +110,7 @@ class Facts:
         """The image of a batch of values known up to an error in length, and its own error."""
         image = self.value(value)
         # The small factors go inside: a length may be beyond float64 where what rounding makes of it is not.
-        own = norms(16 * EPS * image) + norms(4 * EPS * value) + TINY * math.sqrt(math.prod(value.shape[1:]))
+        own = shares(16 * EPS, image) + shares(4 * EPS, value) + TINY * math.sqrt(math.prod(value.shape[1:]))
         if self.excess is not None:
             own = own + norms(self.excess(value))
         return image, (self.lipschitz * error + own) * (1 + 4 * EPS)

@@ -46,7 +46,7 @@ class EvalCache:
         """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
         learns = torch.is_grad_enabled() and weight.requires_grad
         if (owner.training and not _REUSING.get()) or learns or not is_plain(weight):
-            self._key, self._values = None, {}
+            self.clear()
             return [compute(weight) for compute in computes]
         key = self._key
         if key is None or key.device != weight.device or key.dtype != weight.dtype or not torch.equal(key, weight):
@@ -55,6 +55,10 @@ class EvalCache:
             if compute not in self._values:
                 self._values[compute] = compute(weight)
         return [self._values[compute] for compute in computes]
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._key, self._values = None, {}
 
     def __deepcopy__(self, memo: dict) -> EvalCache:
         return EvalCache()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bilip.bounds import EPS, Box, as_float64, log_of, log_product, norms
+from bilip.bounds import EPS, Box, as_float64, log_of, log_product, norms, shares
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.activations import TINY, Shape
@@ -282,16 +282,18 @@ class Affine:
     def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
         """The image of a batch of values known up to an error in length, and its own error."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        gross = float(norms(total[None])) * (1 + total.numel() * EPS) * self._copied()
+        share = 2 * EPS + self.slack
+        sizes = [shares(1.0, total.flatten()[None])] + ([] if self.bias is None else [shares(share, self.bias[None])])
+        gross, bias = [*torch.cat(sizes).tolist(), 0.0][:2]
+        gross *= (1 + total.numel() * EPS) * self._copied()
         image = self.act(self.weight, value)
         rounding = (self.terms + 4) * EPS + self.slack
         # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = gross * norms(rounding * value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
+        own = gross * shares(rounding, value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
         if self.bias is not None:
             image = image + self._spread(self.bias)
             repeats = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
-            share = 2 * EPS + self.slack
-            own = own + norms(share * image) + float(norms(share * self.bias[None])) * repeats
+            own = own + shares(share, image) + bias * repeats
         error = torch.where(error > 0, min(self.cap, gross) * error, 0.0)  # also where the norm is beyond float64
         return image, (error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS)
 
@@ -354,8 +356,12 @@ class Linear:
         bias = None if bias is None else bias.detach().double()
         if move:
             weight, bias = weight.cpu(), None if bias is None else bias.cpu()
-        for name, value in (("weight", weight), ("bias", bias)):
-            if value is not None and not torch.isfinite(value).all():
+        values = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        finite = torch.stack(
+            [torch.isfinite(value).all() for value in values.values()]
+        ).tolist()  # one look at the device
+        for name, good in zip(values, finite, strict=True):
+            if not good:
                 raise NonFiniteParameters(
                     f"the {name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
                     "Load an earlier checkpoint, or find the step where training diverged."

@@ -112,13 +112,15 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
 
     # In units of its largest entry no square overflows or underflows, and the logs stay small enough for exp to keep its digits.
     unit = tall.abs().amax((-2, -1)).clamp_min(tiny) if tall.numel() else tall.real.new_full((len(tall),), tiny)
-    a = slope = tall / unit[..., None, None]
+    a = scaled = tall / unit[..., None, None]
+    power = None  # of A^* A, on the narrow side
     log = torch.zeros(len(tall), dtype=tall.real.dtype, device=tall.device)
     for step in range(steps):
         a, size = halved(a)
         log = log + size.log() * 2.0**-step
         a = a.mH @ a
-        slope = halved(slope @ a)[0] if slopes else slope
+        if slopes:
+            power = a if power is None else halved(power @ a)[0]
     log = log + halved(a)[1].log() * 2.0**-steps
     # With ||A||_F = 1 a product errs by at most gamma = (rows + 2) eps, and ||A^* A||_2 >= 1/rank, so its norm errs by
     # gamma * rank relative to itself; the 2^-step roots make the errors of later steps a geometric series. What is computed again
@@ -130,7 +132,8 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
     )  # below, products keep no digits
     if not slopes:
         return bounds, None
-    inner = (slope.conj() * (tall / unit[..., None, None])).real.sum((-2, -1)).clamp_min(tiny)
+    slope = scaled if power is None else halved(scaled @ power)[0]
+    inner = (slope.conj() * scaled).real.sum((-2, -1)).clamp_min(tiny)
     slope = slope / inner[..., None, None] / unit[..., None, None]
     slope = torch.where(unit[..., None, None] < 1e16 * tiny, 0.0, slope)  # of zero, or too steep for this dtype
     return bounds, slope.mH if wide else slope

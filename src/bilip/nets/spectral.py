@@ -1,9 +1,23 @@
 r"""Linear and convolution layers whose operator norm is held at or below a coefficient, as certified.
 
-The weight that acts is $W \cdot \min(1, c / \bar\sigma(W))$ with $\bar\sigma(W) \ge \|W\|_2$ a certified upper bound that is
-recomputed, in float64, from the present weight; no state of a power iteration can lag behind it. The bound is differentiable,
-so the coefficient also holds during training. The product is taken in float64 and rounded once, so that it also holds for weights
-near the largest number of their dtype; in float64, entries beyond $2^{500}$ count as that.
+The weight that acts is $W \cdot \min(1, c / b)$ with $b \ge \|W\|_2$ an upper bound, computed in float64; no state of a power
+iteration can lag behind it. The product is taken in float64 and rounded once, so that it also holds for weights near the largest
+number of their dtype; in float64, entries beyond $2^{500}$ count as that.
+
+**Two bounds.** A `Certificate` holds a weight $W_0$, a bound $\bar\sigma(W_0) \ge \|W_0\|_2$ found by Gram iteration (for a
+convolution at every frequency of a grid), and its slope. For any other weight
+
+$$\|W\|_2 \le \|W_0\|_2 + \|W - W_0\|_2 \le \bar\sigma(W_0) + \sqrt{T}\,\|W - W_0\|_8 = b,$$
+
+with $T$ the taps of the kernel, 1 for a matrix, and the Schatten norm $\|\cdot\|_8 \ge \|\cdot\|_2$ of the kernel written as a matrix
+of `(out, in * taps)`: a convolution is that matrix applied to $T$ shifted copies of the image, which together are $\sqrt T$ times as
+long as the image at most. Two products give $\|\cdot\|_8$; the Frobenius norm would bound the change too, but in a layer of 512
+channels it is up to $\sqrt{512}$ times too large. So a chain of blocks in training looks at the change of all its weights
+together, in each pass, and certifies anew only the layers whose $b$ is more than `SLACK` above $\bar\sigma(W_0)$ and shrinks the
+weight. However $W$ was changed, $b$ is a bound: nothing has to be noticed. A layer on its own, a layer in evaluation mode and all proofs
+certify the present weight.
+
+**Gradients** are those of $W \cdot \min(1, c / \bar\sigma(W))$, with $\nabla \log \bar\sigma$ taken at $W_0$.
 
 `torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be several times
 smaller than the convolution's, and it approaches that norm from below.
@@ -13,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -21,13 +35,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilip._capture import capturing
 from bilip.errors import InputError
-from bilip.nets.cache import EvalCache
+from bilip.nets.cache import EvalCache, is_plain
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
-__all__ = ["HeldConv2d", "HeldLinear", "held_together"]
+__all__ = [
+    "SLACK",
+    "Certificate",
+    "HeldConv2d",
+    "HeldLinear",
+    "certify_anew",
+    "held_layers",
+    "held_together",
+    "restore_certificate",
+]
 
+SLACK = 0.01  # how far above the certified bound that of a changed weight may be in training, relative to it
+_STEPS = 2  # of Gram iteration for a change: the Schatten norm of order 8
 _MOST = 2**22  # entries of weights that are taken together
+_LARGEST = 2.0**500  # entries of float64 weights beyond count as this
+_MOST_FREQUENCIES = 2**25  # and of their matrices at all frequencies
 _TOGETHER: ContextVar[Mapping[nn.Module, _Known]] = ContextVar("together", default={})  # noqa: B039
 
 
@@ -53,20 +81,22 @@ class HeldLinear(nn.Linear):
         self.coefficient = _check_coefficient(coefficient)
         self._cache, self._held_to = EvalCache(), self.coefficient
 
+    _certificate: Certificate | None = None
+
     def held_weight(self) -> Tensor:
         """The weight that acts."""
-        known = _TOGETHER.get().get(self)
-        if known is not None and known.fits(self):
-            return _held(self.weight, known.factor, known.slope)
-        if self._held_to != self.coefficient:
-            self._cache, self._held_to = EvalCache(), self.coefficient
-        return self._cache.get(self, self.weight, self._hold)
+        return _held_weight(self)
 
     def _hold(self, weight: Tensor) -> Tensor:
+        """The weight that acts in the place of this one, differentiable in every way torch has."""
         if self.coefficient == math.inf:  # a copy whose weight is held already
             return weight
-        factors, slopes = _factors(weight[None], self.coefficient)
-        return _held(weight, factors[0], slopes[0])
+        (bound,), (slope,) = _certified([weight])
+        limit = torch.full_like(bound, _target(weight, self.coefficient))
+        factor = limit / torch.maximum(bound, limit)  # exactly 1 where nothing is to be shrunk
+        weight = _in_range(weight)
+        inner = (torch.where(bound > limit, slope, 0.0) * weight).sum().double()
+        return (weight.double() * (factor - factor * (inner - inner.detach()))).to(weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.held_weight(), self.bias)
@@ -111,13 +141,14 @@ class HeldConv2d(nn.Conv2d):
         self.coefficient = _check_coefficient(coefficient)
         self._cache, self._held_to = EvalCache(), self.coefficient
 
+    _certificate: Certificate | None = None
+
     def held_weight(self) -> Tensor:
         """The kernel that acts."""
-        if self._held_to != self.coefficient:
-            self._cache, self._held_to = EvalCache(), self.coefficient
-        return self._cache.get(self, self.weight, self._hold)
+        return _held_weight(self)
 
     def _hold(self, weight: Tensor) -> Tensor:
+        """The kernel that acts in the place of this one, differentiable in every way torch has."""
         if self.coefficient == math.inf:
             return weight
         stride = (int(self.stride[0]), int(self.stride[1]))
@@ -134,34 +165,161 @@ class HeldConv2d(nn.Conv2d):
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
 
+Held = HeldLinear | HeldConv2d
+
+
+@dataclass(frozen=True)
+class Certificate:
+    r"""What was proved of a weight. Copies and pickles of a layer do not take it along.
+
+    Attributes:
+        weight: The weight.
+        bound: At least its operator norm, float64.
+        slope: $\nabla_W \log$ of the bound.
+    """
+
+    weight: Tensor
+    bound: Tensor
+    slope: Tensor
+
+    def is_about(self, weight: Tensor) -> bool:
+        """Whether a change from the one weight to the other can be computed."""
+        mine = self.weight
+        return mine.shape == weight.shape and mine.dtype == weight.dtype and mine.device == weight.device
+
+    def renew(self, other: Certificate) -> None:
+        """Take over what another one says, in the same memory, which a CUDA graph may read."""
+        self.weight.copy_(other.weight)
+        self.bound.copy_(other.bound)
+        self.slope.copy_(other.slope)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it consists of, by name."""
+        return {"weight": self.weight, "bound": self.bound, "slope": self.slope}
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce__(self):
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def held_layers(module: nn.Module) -> list[Held]:
+    """The held layers of a module, of these very classes: a subclass may differ.
+
+    Example:
+        >>> len(held_layers(nn.Sequential(HeldLinear(2, 2, coefficient=0.9), nn.Linear(2, 2))))
+        1
+    """
+    return [part for part in module.modules() if type(part) in (HeldLinear, HeldConv2d)]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def restore_certificate(layer: Held, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer the certificate that was saved as `Certificate.tensors`; one that does not fit, or is not true, is left out."""
+    known = Certificate(*(tensors[name].to(layer.weight.device).clone() for name in ("weight", "bound", "slope")))
+    layer._certificate = None
+    kind = torch.promote_types(layer.weight.dtype, torch.float32)
+    fits = known.is_about(layer.weight) and known.bound.shape == () and known.bound.dtype == torch.float64
+    if fits and known.slope.shape == layer.weight.shape and known.slope.dtype == kind:
+        stride = getattr(layer, "stride", (1, 1))
+        found = _certified([known.weight], (int(stride[0]), int(stride[1])))[0][0]
+        if bool(((found - known.bound).abs() <= 1e-9 * found) & known.slope.isfinite().all()):
+            layer._certificate = known  # to the last digit, so that training goes on as if it had not stopped
+
+
+@torch.no_grad()
+def certify_anew(layers: Iterable[Held], *, slack: float = SLACK, in_place: bool = False) -> int:
+    """Certify the layers that have no certificate, or one that their weight has left; how many that were.
+
+    Args:
+        layers: The layers; those of one shape are certified together.
+        slack: How far above the certified bound that of a changed weight may be, relative to it; 0 for none.
+        in_place: Write into the memory of certificates that there are.
+
+    Example:
+        >>> layer = HeldLinear(4, 4, coefficient=0.9)
+        >>> [certify_anew([layer]), certify_anew([layer])]
+        [1, 0]
+    """
+    count = 0
+    groups = _groups(layer for layer in layers if layer.coefficient < math.inf)
+    left = {}
+    for part in groups:
+        known = [layer for layer in part if _is_certified(layer)]
+        if known:
+            # Where nothing is shrunk with the larger bound either, nothing is lost.
+            bounds, changes = _bounds(known)
+            limit = _target(known[0].weight, known[0].coefficient)
+            left[id(part)] = known, torch.where(bounds + changes <= limit, 0.0, changes / bounds)
+    shares = iter(torch.cat([share for _, share in left.values()]).tolist() if left else ())  # one look at the device
+    for part in groups:
+        known = {layer: next(shares) for layer in left.get(id(part), ((), None))[0]}
+        due = [layer for layer in part if not known.get(layer, math.nan) <= slack]
+        for layer, certificate in zip(due, _certificates(due), strict=True):
+            if in_place and _is_certified(layer):
+                layer._certificate.renew(certificate)  # type: ignore[union-attr]
+            else:
+                layer._certificate = certificate
+        count += len(due)
+    return count
+
+
 @contextlib.contextmanager
-def held_together(layers: Iterable[HeldLinear]) -> Iterator[None]:
-    """Inside, the norms of layers of one size are computed in one go: on a device, each launch counts.
+def held_together(layers: Iterable[Held]) -> Iterator[None]:
+    """Inside, the weights that act are computed for all layers of one shape at once: on a device, each launch counts.
 
     Only where they would be computed anew anyway: with gradients to them, and outside of transforms. Every layer keeps a graph of its
-    own.
+    own. In training mode they are held by the bound for a changed weight; while a CUDA graph is recorded nothing is certified
+    but what has no certificate.
     """
-    groups: dict[tuple[object, ...], list[HeldLinear]] = {}
     before = _TOGETHER.get()
-    for layer in layers:
-        weight = layer.weight
-        if layer not in before and layer.coefficient < math.inf and weight.requires_grad and not weight.is_inference():
-            groups.setdefault((weight.shape, weight.dtype, weight.device, layer.coefficient), []).append(layer)
-    found: dict[HeldLinear, _Known] = {}
-    for group in groups.values():
-        size = max(1, _MOST // group[0].weight.numel())
-        for part in (group[k : k + size] for k in range(0, len(group), size)):
-            if len(part) > 1:
-                stack = torch.stack([layer.weight.detach() for layer in part])
-                made = zip(*(values.unbind() for values in _factors(stack, part[0].coefficient)), strict=True)
-                for layer, (factor, slope) in zip(part, made, strict=True):
-                    found[layer] = _Known(layer.weight, layer.weight._version, layer.coefficient, factor, slope)
+    wanted = [
+        layer
+        for layer in layers
+        if layer not in before
+        and layer.coefficient < math.inf
+        and layer.weight.requires_grad
+        and not layer.weight.is_inference()
+    ]
+    found = _known(wanted) if wanted else {}
     token = _TOGETHER.set({**before, **found}) if found else None
     try:
         yield
     finally:
         if token is not None:
             _TOGETHER.reset(token)
+
+
+@contextlib.contextmanager
+def again(known: Mapping[nn.Module, _Known]) -> Iterator[None]:
+    """Inside, layers act with the weights they had inside another `held_together`: what is evaluated again is the same."""
+    token = _TOGETHER.set(known)
+    try:
+        yield
+    finally:
+        _TOGETHER.reset(token)
+
+
+def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:
+    """The weights that act now in the layers of a module, for many evaluations without gradients: see `again`."""
+    found = {}
+    for layer in held_layers(module):
+        weight = layer.weight
+        if is_plain(weight) and not weight.is_inference():
+            value = layer.held_weight().detach()
+            found[layer] = _Known(weight, weight._version, layer.coefficient, value, value, value)
+    return found
+
+
+def held_now(module: nn.Module) -> Mapping[nn.Module, _Known]:
+    """What is known of the layers of a module inside the present `held_together`."""
+    known = _TOGETHER.get()
+    return {layer: known[layer] for layer in module.modules() if layer in known} if known else {}
 
 
 @dataclass(frozen=True)
@@ -171,32 +329,151 @@ class _Known:
     weight: Tensor
     version: int
     coefficient: float
+    value: Tensor
     factor: Tensor
     slope: Tensor
 
-    def fits(self, layer: HeldLinear) -> bool:
+    def fits(self, layer: Held) -> bool:
         """Whether the layer is still as it was; writing through `weight.data` in the middle of a pass is not noticed."""
         same = self.weight is layer.weight and self.coefficient == layer.coefficient
         return same and self.version == self.weight._version
 
 
+def _held_weight(layer: Held) -> Tensor:
+    known = _TOGETHER.get().get(layer)
+    weight = layer.weight
+    if known is not None and known.fits(layer):
+        return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
+    if layer._held_to != layer.coefficient:
+        layer._cache, layer._held_to = EvalCache(), layer.coefficient
+    if layer.training and layer.coefficient < math.inf and is_plain(weight) and not weight.is_inference():
+        layer._cache.clear()
+        known = _known([layer], slack=0.0)[layer]
+        return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
+    return layer._cache.get(layer, weight, layer._hold)
+
+
 @torch.no_grad()
-def _factors(weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    """For each of a stack of weights what it is multiplied with, in float64, and the slope of the log of its bound; 0 where that
-    does not act.
-    """
-    bounds, slopes = gram_bounds(_in_range(weights).double(), slopes=True)
-    limit = torch.full_like(bounds, _target(weights[0], coefficient))
-    factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
-    slopes = torch.where((bounds > limit)[:, None, None], slopes, 0.0)  # type: ignore[arg-type]
-    return factors, slopes.to(torch.promote_types(weights.dtype, torch.float32))
+def _known(layers: Sequence[Held], slack: float = SLACK) -> dict[Held, _Known]:
+    """The weights that act, for layers that may differ in shape."""
+    fresh: dict[Held, Certificate] = {}
+    if capturing(layers[0].weight):
+        for part in _groups(layer for layer in layers if not _is_certified(layer)):
+            fresh.update(zip(part, _certificates(part), strict=True))
+    else:
+        certify_anew((layer for layer in layers if layer.training), slack=slack)
+        certify_anew((layer for layer in layers if not layer.training), slack=0.0)
+    found = {}
+    for part in _groups(layers):
+        bounds, changes = _bounds(part, fresh)
+        bounds = (bounds + changes) * (1 + 1e-15)
+        limit = torch.full_like(bounds, _target(part[0].weight, part[0].coefficient))
+        factors = limit / torch.maximum(bounds, limit)  # exactly 1 where nothing is to be shrunk
+        weights = torch.stack([layer.weight for layer in part])
+        one = (-1, *[1] * (weights.ndim - 1))
+        slopes = torch.stack([_certificate(layer, fresh).slope for layer in part])
+        slopes = torch.where((bounds > limit).view(one), slopes, 0.0)
+        values = (_in_range(weights).double() * factors.view(one)).to(weights.dtype)
+        for layer, *made in zip(part, values.unbind(), factors.unbind(), slopes.unbind(), strict=True):
+            found[layer] = _Known(layer.weight, layer.weight._version, layer.coefficient, *made)
+    return found
 
 
-def _held(weight: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
-    """The weight times its factor, with the gradient of the factor."""
-    weight = _in_range(weight)
-    inner = (slope * weight).sum().double()
-    return (weight.double() * (factor - factor * (inner - inner.detach()))).to(weight.dtype)
+class _Hold(torch.autograd.Function):
+    r"""$f W$; as $\mathrm{d}f = -f \langle S, \mathrm{d}W \rangle$, the gradient is $f G - f \langle G, W \rangle S$."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, value: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, factor, slope)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight, factor, slope = ctx.saved_tensors
+        grad = grads[0].double()
+        inner = (grad * _in_range(weight).double()).sum()
+        grad = factor * (grad - inner * slope.double())
+        if weight.dtype == torch.float64:
+            grad = torch.where(weight.abs() <= _LARGEST, grad, 0.0)
+        return grad.to(weight.dtype), None, None, None
+
+
+def _certificate(layer: Held, fresh: Mapping[Held, Certificate]) -> Certificate:
+    return fresh.get(layer, layer._certificate)  # type: ignore[return-value,arg-type]
+
+
+def _is_certified(layer: Held) -> bool:
+    return layer._certificate is not None and layer._certificate.is_about(layer.weight)
+
+
+def _groups(layers: Iterable[Held]) -> list[list[Held]]:
+    """Layers that can be computed with together."""
+    groups: dict[tuple[object, ...], list[Held]] = {}
+    for layer in layers:
+        weight = layer.weight
+        key = (weight.shape, weight.dtype, weight.device, layer.coefficient, getattr(layer, "stride", None))
+        groups.setdefault(key, []).append(layer)
+    parts = []
+    for group in groups.values():
+        size = max(1, _MOST // max(1, group[0].weight.numel()))
+        parts += [group[k : k + size] for k in range(0, len(group), size)]
+    return parts
+
+
+def _bounds(layers: Sequence[Held], fresh: Mapping[Held, Certificate] | None = None) -> tuple[Tensor, Tensor]:
+    """Of layers of one shape the certified bounds, and by how much the present weights may exceed them."""
+    known = [_certificate(layer, fresh or {}) for layer in layers]
+    bounds = torch.stack([certificate.bound for certificate in known])
+    now = _in_range(torch.stack([layer.weight.detach() for layer in layers])).double()
+    then = _in_range(torch.stack([certificate.weight for certificate in known])).double()
+    change = now - then
+    taps = math.prod(change.shape[3:])
+    if change.ndim > 3 and change.shape[1] > change.shape[2]:
+        change = change.transpose(1, 2)  # the narrow side stays alone: as good a bound, a smaller matrix
+    return bounds, gram_bounds(change.flatten(2), _STEPS)[0] * (math.sqrt(taps) * (1 + 1e-15))
+
+
+def _certificates(layers: Sequence[Held]) -> list[Certificate]:
+    """Certificates for layers of one shape."""
+    if not layers:
+        return []
+    weights = [layer.weight.detach() for layer in layers]
+    stride = getattr(layers[0], "stride", (1, 1))
+    bounds, slopes = _certified(weights, (int(stride[0]), int(stride[1])))
+    return [
+        Certificate(weight.clone(), bound.clone(), slope.clone())
+        for weight, bound, slope in zip(weights, bounds, slopes, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _certified(weights: Sequence[Tensor], stride: tuple[int, int] = (1, 1)) -> tuple[Tensor, Tensor]:
+    """Bounds on the norms of weights of one shape, in float64, and the slopes of their logs, in the dtype they are used in."""
+    stack = _in_range(torch.stack([weight.detach() for weight in weights])).double()
+    shape = stack.shape
+    if len(shape) == 3 or (stride == (1, 1) and shape[3:] == (1, 1)):
+        bounds, slopes = gram_bounds(stack.flatten(2), slopes=True)
+    else:
+        points = 4 * math.ceil(max(shape[3:]) / 2) + 32
+        size = max(1, _MOST_FREQUENCIES // (points * (points // 2 + 1) * math.prod(shape[1:3])))
+        parts = [_certified_kernels(part, stride) for part in stack.split(size)]
+        bounds, slopes = (torch.cat(values) for values in zip(*parts, strict=True))
+    return bounds, slopes.view(shape).to(torch.promote_types(weights[0].dtype, torch.float32))  # type: ignore[union-attr]
+
+
+def _certified_kernels(kernels: Tensor, stride: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Bounds and slopes for kernels of shape `(count, out, in, *taps)`, all frequencies of all kernels at once."""
+    count = len(kernels)
+    with torch.inference_mode(False), torch.enable_grad():
+        stack = kernels.clone().requires_grad_()
+        symbols, slack = conv_symbol(stack.flatten(0, 1), stride=stride, groups=count)
+        symbols = symbols.unflatten(0, (-1, count))  # frequencies, kernels
+        largest = gram_bounds(symbols.detach().flatten(0, 1))[0].view(-1, count).argmax(0)
+        chosen = symbols[largest, torch.arange(count, device=stack.device)]
+        bounds, slopes = gram_bounds(chosen, slopes=True)
+        inner = (slopes.conj() * chosen).real.sum()  # type: ignore[union-attr]
+        (slope,) = torch.autograd.grad(inner, stack)
+    return bounds * slack, slope
 
 
 def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
@@ -206,7 +483,7 @@ def _shrink(weight: Tensor, bound: Tensor, coefficient: float) -> Tensor:
 
 def _in_range(weight: Tensor) -> Tensor:
     """The weight, its entries cut off where sums of them would leave float64; other dtypes never come near."""
-    return weight.clamp(-(2.0**500), 2.0**500) if weight.dtype == torch.float64 else weight
+    return weight.clamp(-_LARGEST, _LARGEST) if weight.dtype == torch.float64 else weight
 
 
 def _target(weight: Tensor, coefficient: float) -> float:

@@ -16,6 +16,7 @@ from bilip.blocks import ActNorm, Residual, Roulette
 from bilip.blocks.actnorm import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError
+from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, restore_certificate
 from bilip.reversible import Reversible
 from bilip.reversible.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.training.average import Average
@@ -160,6 +161,9 @@ class Run:
         tensors |= self.weights() | {f"sums.{name}": value for name, value in self.sums.items()}
         if self.average is not None:
             tensors |= {f"average.{name}": value for name, value in self.average.weights.items()}
+        for name, layer in self._held().items():
+            if layer._certificate is not None:  # the weights that act depend on it
+                tensors |= {f"certificate.{name}.{part}": value for part, value in layer._certificate.tensors().items()}
         facts = {
             "step": self.done,
             "settings": self.settings.defining(),
@@ -208,6 +212,10 @@ class Run:
             for name, value in self.average.weights.items():
                 require_kind(tensors[f"average.{name}"], value, f"average.{name}")
                 value.copy_(tensors[f"average.{name}"])
+        for name, layer in self._held().items():
+            if f"certificate.{name}.weight" in tensors:  # states of before have none, and layers are certified anew
+                parts = ("weight", "bound", "slope")
+                restore_certificate(layer, {part: tensors[f"certificate.{name}.{part}"] for part in parts})
         for name, walk in self._walks().items():
             walk.load_guard_state(facts["guards"].get(name, {}))
         for penalty, state in zip(self.task.penalties, facts["penalties"], strict=True):
@@ -230,7 +238,8 @@ class Run:
         """Whether steps do the same work each time: what is drawn on the host would be frozen in a graph."""
         model, size = self.task.model, math.prod(self.task.batch(Draw(0, 0))[0].shape[1:])
         roulette = any(
-            isinstance(part.estimator, Roulette) or (part.estimator is None and size > 64)
+            (isinstance(part.estimator, Roulette) and not part.estimator.shared)
+            or (part.estimator is None and size > 64)
             for part in model.modules()
             if isinstance(part, Residual)
         )
@@ -240,7 +249,8 @@ class Run:
         if self.settings.capture and (roulette or any(map(draws_numbers, replayed))):
             raise InputError(
                 "capture=True: a graph would repeat what is drawn on the host, the terms of Russian roulette or the masks of dropout "
-                "that a second evaluation needs. Use capture=None."
+                "that a second evaluation needs. Use capture=None, or for roulette an estimator whose number of terms all blocks share, "
+                "Roulette(..., shared=True)."
             )
         return not roulette and not any(map(draws_numbers, replayed))
 
@@ -299,6 +309,10 @@ class Run:
         if self.fabric.world_size > 1:
             for value in objective.state_dict().values():
                 value.copy_(self.fabric.broadcast(value))
+
+    def _held(self) -> dict[str, HeldLinear | HeldConv2d]:
+        held = set(held_layers(self.task.model))
+        return {name: part for name, part in self.task.model.named_modules() if part in held}  # type: ignore[misc]
 
     def _walks(self) -> dict[str, Reversible]:
         return {name: part for name, part in self.task.model.named_modules() if isinstance(part, Reversible)}

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bilip._capture import Flag, noting
+from bilip.blocks import Residual, Roulette
+from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
+from bilip.nets.spectral import Certificate, HeldConv2d, HeldLinear, certify_anew, held_layers
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
 from bilip.reversible.replay import batch_norms
@@ -22,6 +25,7 @@ __all__ = ["CapturedStep", "Settled", "Step"]
 
 Batch = tuple[Tensor, ...]
 WARMUP = 3
+RARE = 0.01  # numbers of terms that are drawn less often are not worth a graph
 CAREFUL = 16  # steps that wait for their flags after one was raised
 
 
@@ -57,11 +61,18 @@ class Step:
         self.fabric, self.objective, self.optimizer = fabric, objective, optimizer
         self.inner: Objective = next(part for part in objective.modules() if isinstance(part, Objective))
         self.settings, self.average = settings, average
+        parts = [part.estimator for part in objective.modules() if isinstance(part, Residual)]
+        self.shared = list(dict.fromkeys(part for part in parts if isinstance(part, Roulette) and part.shared))
+
+    def draw(self) -> dict[Roulette, int]:
+        """How many further terms the log-determinants of this step have, where all blocks share the number."""
+        return {estimator: estimator.law.draw() for estimator in self.shared}
 
     def __call__(self, step: int, batch: Batch) -> Mapping[str, Tensor]:
         """Train on a batch; its losses."""
         self.optimizer.zero_grad()
-        found = self.gradients(step, batch)
+        with one_draw(self.draw()):
+            found = self.gradients(step, batch)
         self.look(found, (p.grad for p in self.objective.parameters()))
         if not self.is_skipped(found):
             self.update()
@@ -133,6 +144,11 @@ class CapturedStep:
     an update with a raised flag, and every one after it, changes nothing, and the host reads the flags of a step while the next one
     runs. If one was raised, that step is repaired and the next one is run again, so the weights are those of steps that waited.
 
+    Where the blocks of a residual flow share the number of terms of their log-determinants (`Roulette(shared=True)`), it is drawn before
+    the step, on the host: each number has a graph, but for those that are rare, which run eagerly. These graphs use the same
+    memory. Norms of held layers are certified outside of the graphs, where weights have left their certificates; inside,
+    the bound for a changed weight holds them.
+
     Args:
         step: The eager step. Its optimizer has to be capturable.
         task: Decides which steps do the same work.
@@ -156,9 +172,18 @@ class CapturedStep:
         if step.can_hold():
             self.held = torch.zeros((), device=next(iter(self.grads)).device)
             step.hold(self.held)
+        self.layers = [layer for layer in held_layers(step.objective) if layer.weight.requires_grad]
+        self.certificates: dict[HeldLinear | HeldConv2d, Certificate] = {}
+        self.pool = torch.cuda.graph_pool_handle() if step.shared else None
 
     def advance(self, step: int, batch: Batch) -> list[Settled]:
         """Train on a batch; which steps are now done for good."""
+        drawn = self.step.draw()
+        with one_draw(drawn):
+            return self._advance(step, batch, drawn)
+
+    def _advance(self, step: int, batch: Batch, drawn: Mapping[Roulette, int]) -> list[Settled]:
+        self._certify()
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
         watches = [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
@@ -168,14 +193,16 @@ class CapturedStep:
             self.calls.clear()
             self.anchors = anchors
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
-        key = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
+        kind = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
+        key = (*kind, *drawn.items())  # other numbers of terms use the same libraries: they need no steps before them
         recorded = self.graphs.get(key)
         if self.pending is not None and (recorded is None or recorded.spot_check_is_due()):
             before = self.settle()  # it may change everything that was asked above
             self.begin(step)
             return before + self.advance(step, batch)
-        self.calls[key] = self.calls.get(key, 0) + 1
-        if self.calls[key] <= WARMUP:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        rare = any(estimator.law.probability(further) < RARE for estimator, further in drawn.items())
+        if self.calls[kind] <= WARMUP or rare:
             return [Settled(step, batch, self._eagerly(step, batch))]
         if recorded is None:
             if not self._capture(key, step, batch):
@@ -184,7 +211,7 @@ class CapturedStep:
         if recorded.spot_check_is_due():
             return [Settled(step, batch, self._eagerly(step, batch))]
         self.replays += 1
-        if self.held is None or self.careful or not recorded.flags:
+        if self.held is None or self.careful or not recorded.flags or self.layers or drawn:
             before = self.settle()
             return [*before, Settled(step, batch, self._waiting(recorded, step, batch))]
         running = Pending(step, batch, recorded, self.held)
@@ -223,6 +250,7 @@ class CapturedStep:
             if self.held is not None:
                 self.held.zero_()
             self.begin(step)
+            self.step.draw()  # the same numbers again, so that what is drawn after them is the same too
             found = self._repaired(step, batch)
         else:
             recorded.count()
@@ -234,6 +262,20 @@ class CapturedStep:
         self.reruns += 1
         self.careful = CAREFUL
         return self._gradients(step, batch)
+
+    def _certify(self) -> None:
+        """Certify the weights that have left their certificates, in the memory that graphs read."""
+        for layer in self.layers:
+            mine, now = self.certificates.get(layer), layer._certificate
+            if mine is not None and now is not mine:
+                if now is not None and now.is_about(mine.weight):
+                    mine.renew(now)  # somebody else has certified the layer meanwhile
+                layer._certificate = mine
+        certify_anew(self.layers, in_place=True)
+        now = {layer: layer._certificate for layer in self.layers}
+        if any(now[layer] is not mine for layer, mine in self.certificates.items()):
+            self.graphs.clear()  # of weights in another place or dtype
+        self.certificates = now  # type: ignore[assignment]
 
     def _eagerly(self, step: int, batch: Batch) -> dict[str, Tensor]:
         """On a stream of its own, as graphs ask of the steps before them."""
@@ -293,7 +335,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 found = self._gradients(step, inputs)
                 if self.held is not None and self.flags:
                     self.held.copy_(torch.maximum(self.held, _is_raised(self.flags, inputs[0].device).to(self.held)))
