@@ -9,7 +9,15 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.auditing.probes.jacobian import pull, pull_many, push, push_many
-from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
+from bilip.blocks import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Bijection,
+    DiagonalScaling,
+    InvertibleConv1x1,
+    Residual,
+)
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
 
@@ -24,8 +32,8 @@ _SWEEPS = 400
 class LinearPart:
     r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
 
-    Up to 64 entries the Jacobians themselves are built. Coupling and residual blocks are solved from their forward Jacobian
-    alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
+    Up to 64 entries the Jacobians themselves are built. Of a larger block that is linear, a diagonal or a matrix for each pixel, the
+    numbers are found once and held against a product. Coupling and residual blocks are solved from their forward Jacobian alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
     $v \mapsto w - J_g v$ contracts. Of other blocks the own inverse is differentiated at their output. Every part is checked
     on a random direction, $|J J^{-1} w - w|$; where its road fails the check, as with an iterative inverse that autograd does
     not see through, the other roads are tried.
@@ -59,6 +67,12 @@ class LinearPart:
         self._checked = False
         self._dense: Tensor | None = None
         self._scales: Tensor | None = None
+        self._shape = (
+            part.kept_shape if isinstance(part, OnKept) else tuple(x.shape[1:])
+        )  # of what a linear block acts on
+        self._constant = None if self._small else self._numbers()
+        if self._constant is not None:
+            self._road = "linear"
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.part(x.clone(), _rows(self.context, x))
@@ -77,13 +91,50 @@ class LinearPart:
         """$J v$, for each point its own direction; for one point any number of directions."""
         if self._small:
             return torch.einsum("...ij,...j->...i", self._matrix(), v)
+        if self._constant is not None:
+            return self._mix(self._constant, v)
         return self._over(push, push_many, self._forward, self.x, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         r"""$J^\top u$."""
         if self._small:
             return torch.einsum("...ji,...j->...i", self._matrix(), u)
+        if self._constant is not None:
+            return self._mix(self._constant.mT if self._constant.ndim == 2 else self._constant, u)
         return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+
+    def _numbers(self) -> Tensor | None:
+        """The Jacobian of a block that is linear: its diagonal, `(size,)`, or its matrix over the channels; `None` for other blocks."""
+        inner = self.part.block if isinstance(self.part, OnKept) else self.part
+        if type(inner) not in (ActNorm, DiagonalScaling, InvertibleConv1x1):  # a subclass may do anything
+            return None
+        size, point = self.x[0].numel(), self.x[:1]
+
+        def products(v: Tensor) -> Tensor:
+            points = point.expand(len(v), *point.shape[1:]).clone()
+            return push(lambda x: self.part(x.clone()), points, v.reshape(points.shape)).flatten(1)
+
+        if isinstance(inner, InvertibleConv1x1):
+            channels, left = self._shape[0], size - math.prod(self._shape)
+            eye = torch.eye(channels, dtype=self.x.dtype, device=self.x.device)
+            eye = eye.reshape(channels, channels, *[1] * (len(self._shape) - 1)).expand(-1, *self._shape).flatten(1)
+            columns = products(torch.cat((eye, eye.new_zeros(channels, left)), 1))[:, : size - left]
+            found = columns.reshape(channels, channels, -1)[:, :, 0].mT.contiguous()
+        else:
+            found = products(torch.ones_like(point).flatten(1))[0]
+        v = torch.randn(1, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(self.x)
+        image = products(v)
+        return found if bool((self._mix(found, v) - image).norm() <= 1e-12 * image.norm()) else None
+
+    def _mix(self, numbers: Tensor, v: Tensor, *, divide: bool = False) -> Tensor:
+        """A diagonal, or a matrix over the channels at every pixel, times each direction; or what it would have to be multiplied with."""
+        if numbers.ndim == 1:
+            return v / numbers if divide else v * numbers
+        count = math.prod(self._shape)
+        kept = v[:, :count].reshape(len(v), len(numbers), -1).transpose(0, 1).flatten(1)
+        image = _linalg.solve(numbers, kept) if divide else numbers @ kept
+        image = image.reshape(len(numbers), len(v), -1).transpose(0, 1).flatten(1)
+        return torch.cat((image, v[:, count:]), 1)
 
     def _matrix(self) -> Tensor:
         """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
@@ -113,6 +164,8 @@ class LinearPart:
         return self._solve_adjoint(v)
 
     def _solve_adjoint(self, v: Tensor) -> Tensor:
+        if self._road == "linear" and self._constant is not None:
+            return self._mix(self._constant.mT if self._constant.ndim == 2 else self._constant, v, divide=True)
         if self._road == "inverse":
             return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
         if self._road == "contraction":
@@ -124,6 +177,8 @@ class LinearPart:
         return self._backslash(v, transpose=True)
 
     def _solve(self, w: Tensor) -> Tensor:
+        if self._road == "linear" and self._constant is not None:
+            return self._mix(self._constant, w, divide=True)
         if self._road == "inverse":
             return self._over(push, push_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
