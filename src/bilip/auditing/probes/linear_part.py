@@ -33,7 +33,8 @@ class LinearPart:
     r"""One block, linearised at a batch of points: $v \mapsto J v$, $J^\top u$, $J^{-1} w$ and $J^{-\top} v$, all flat.
 
     Up to 64 entries the Jacobians themselves are built. Of a larger block that is linear, a diagonal or a matrix for each pixel, the
-    numbers are found once and held against a product. Coupling and residual blocks are solved from their forward Jacobian alone: that of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
+    numbers are found once and held against a product. Coupling and residual blocks are solved from their forward Jacobian alone: that
+    of a coupling is triangular, with a diagonal for the part that is transformed, and for $x + g(x)$ the map
     $v \mapsto w - J_g v$ contracts. Of other blocks the own inverse is differentiated at their output. Every part is checked
     on a random direction, $|J J^{-1} w - w|$; where its road fails the check, as with an iterative inverse that autograd does
     not see through, the other roads are tried.
