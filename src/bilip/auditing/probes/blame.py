@@ -244,8 +244,10 @@ def kind_of(part: Bijection) -> str:
 
 def _look(linear: LinearPart) -> _LocalState:
     """Extremes of one block's Jacobian over the points, and its log-determinant where the block is small."""
-    size, state = linear.x[0].numel(), _LocalState()
-    if size <= _DENSE:
+    size, state, known = linear.x[0].numel(), _LocalState(), linear.extremes
+    if known is not None:
+        top, bottom = (torch.tensor([value], dtype=torch.float64) for value in known)
+    elif size <= _DENSE:
         eye = torch.eye(size, dtype=torch.float64, device=linear.x.device)
         ones = [
             LinearPart(linear.part, linear.x[k : k + 1], None if linear.context is None else linear.context[k : k + 1])

@@ -86,6 +86,17 @@ class LinearPart:
         """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
         return self._moved
 
+    @property
+    def extremes(self) -> tuple[float, float] | None:
+        """The largest and the smallest singular value of a large block that is linear, from its numbers; `None` for other blocks."""
+        if self._constant is None:
+            return None
+        values = self._constant.abs() if self._constant.ndim == 1 else torch.linalg.svdvals(self._constant)
+        top, bottom = float(values.max()), float(values.min())
+        if math.prod(self._shape) < self.x[0].numel():  # the rest is passed on
+            top, bottom = max(top, 1.0), min(bottom, 1.0)
+        return top, bottom
+
     # ---- J
 
     def apply(self, v: Tensor) -> Tensor:
