@@ -44,7 +44,7 @@ def test_a_large_linear_block_is_differentiated_once(kind):
     torch.testing.assert_close(pulled_back, v, rtol=1e-10, atol=1e-10)
     assert part.residual < 1e-10
     values = torch.linalg.svdvals(jacobian)
-    torch.testing.assert_close(torch.tensor(part.extremes).double(), values[[0, -1]], rtol=1e-10, atol=0)
+    torch.testing.assert_close(torch.tensor(part.extremes, dtype=torch.float64), values[[0, -1]], rtol=1e-10, atol=0)
 
 
 def test_a_linear_block_that_is_changed_is_no_linear_block():
