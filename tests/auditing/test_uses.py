@@ -1,5 +1,6 @@
 """Each use is judged by what it does: verdicts that were wrong once, on models whose truth is known."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -11,7 +12,8 @@ import bilip
 from bilip import Chain, Flow, blocks
 from bilip.adapters import as_bijection
 from bilip.auditing import BUDGETS
-from bilip.auditing.reference import same_draws
+from bilip.auditing.reference import Reference, same_draws
+from bilip.auditing.subject import Subject
 from bilip.errors import InputError
 from bilip.probes import Likelihood, LogDet, Reconstruction, Sampling
 
@@ -266,35 +268,61 @@ class HalfInside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(8 * torch.randn(2, 2, generator=torch.Generator().manual_seed(0)))
+
+    def narrow(self, x):
+        return x.half()
 
     def forward(self, x):
-        return torch.tanh(x.half() @ self.weight.half()).to(x.dtype)
+        return torch.tanh((self.narrow(x) @ self.narrow(self.weight)).to(x.dtype) / 8)
 
 
-def test_a_net_that_computes_in_fewer_bits_leaves_no_reference():
-    class Coupling(bilip.Bijection):
-        def __init__(self):
-            super().__init__()
-            self.net = HalfInside()
+class HalfAgain(HalfInside):
+    """The same by a road that is not seen."""
 
-        def forward(self, x, context=None):
-            a, b = x.chunk(2, 1)
-            return torch.cat((a, b * self.net(a).exp()), 1)
+    def narrow(self, x):
+        return torch.empty(x.shape, dtype=torch.float16).copy_(x)
 
-        def inverse(self, z, context=None):
-            a, b = z.chunk(2, 1)
-            return torch.cat((a, b / self.net(a).exp()), 1)
 
-        def forward_and_log_det(self, x, context=None):
-            return self(x), self.net(x.chunk(2, 1)[0]).sum(1)
+class CoupledBy(bilip.Bijection):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
 
-        def inverse_and_log_det(self, z, context=None):
-            return self.inverse(z), -self.net(z.chunk(2, 1)[0]).sum(1)
+    def forward(self, x, context=None):
+        a, b = x.chunk(2, 1)
+        return torch.cat((a, b + 30 * self.net(a)), 1)
 
-    record = audit(bilip.Flow(Coupling(), shape=(4,)), torch.randn(1000, 4, generator=torch.Generator().manual_seed(1)))
+    def inverse(self, z, context=None):
+        a, b = z.chunk(2, 1)
+        return torch.cat((a, b - 30 * self.net(a)), 1)
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), z.new_zeros(len(z))
+
+
+def test_a_net_that_computes_in_fewer_bits_is_held_against_itself_in_float64():
+    x = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    found = statuses(audit(bilip.Flow(CoupledBy(HalfInside()), shape=(4,)), x))
+    assert found["inversion"] == "safe"  # both directions round alike
+    assert found["sampling"] == "unsafe"  # the samples are not those of the net in float64, by some 1e-3
+    exact = copy.deepcopy(CoupledBy(HalfInside())).double()
+    exact.net.narrow = lambda value: value
+    wide = x.double()
+    found = Reference(Subject.of(CoupledBy(HalfInside())))
+    for call, known in ((found.encode, exact), (found.decode, exact.inverse)):
+        for _ in range(2):  # looked at, and known
+            torch.testing.assert_close(call(x).value, known(wide), rtol=1e-14, atol=1e-14)
+
+
+def test_a_net_that_computes_in_fewer_bits_whatever_is_done_leaves_no_reference():
+    x = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    record = audit(bilip.Flow(CoupledBy(HalfAgain()), shape=(4,)), x)
     found = statuses(record)
-    assert found["inversion"] == "safe"  # both directions round alike, and the round trip needs no reference
+    assert found["inversion"] == "safe"  # the round trip needs no reference
     for use in ("sampling", "likelihood"):
         assert found[use] == "not-measured"
         assert "multiplies in float16" in record.verdicts[use].reason
