@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from bilip import Bijection
+from bilip.auditing import BUDGETS
 from bilip.auditing.probes import LogDet
+from bilip.auditing.probes.probe import Task
 from catalogue import CATALOGUE
 
 pytestmark = pytest.mark.numeric
@@ -74,3 +76,31 @@ def test_no_claim_is_not_measured():
     m = LogDet().measure(Silent(), torch.randn(6, 5))
     assert not m.measured
     assert "no log-determinant" in m.reason
+
+
+def test_a_log_determinant_that_is_wrong_at_some_points_is_found_where_jacobians_are_cheap():
+    class Lies(Bijection):
+        """exp(1) x; half of the space has no log-determinant of its own."""
+
+        def forward(self, x, context=None):
+            return x * math.e
+
+        def inverse(self, z, context=None):
+            return z / math.e
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), torch.where(x[:, 0] < 0, float(x.shape[1]), 0.0).to(x)
+
+        def inverse_and_log_det(self, z, context=None):
+            x = self.inverse(z)
+            return x, -self.forward_and_log_det(x)[1]
+
+    torch.manual_seed(0)
+    x = torch.randn(200, 8)
+    x[:, 0] = x[:, 0].abs()
+    x[:8, 0] *= -1  # the first points are right
+    probe = LogDet(**LogDet.cost(BUDGETS["quick"], Task(shape=(8,))))
+    m = probe.measure(Lies(), x)
+    assert m["slogdet_samples"] == 16
+    assert m["slogdet_error_max"] == pytest.approx(1.0)
+    assert (m["claimed"], m["measured"]) == (pytest.approx(0.0), pytest.approx(8.0))

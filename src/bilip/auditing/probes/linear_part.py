@@ -148,8 +148,8 @@ class LinearPart:
         image = image.reshape(len(numbers), len(v), -1).transpose(0, 1).flatten(1)
         return torch.cat((image, v[:, count:]), 1)
 
-    def _matrix(self) -> Tensor:
-        """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
+    def jacobians(self) -> Tensor:
+        """The Jacobians at all points, `(batch, outputs, inputs)`, from one product with every direction."""
         if self._dense is None:
             count, size = len(self.x), self.x[0].numel()
             eye = (
@@ -161,7 +161,11 @@ class LinearPart:
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
             columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
-        return self._dense[0] if len(self.x) == 1 else self._dense
+        return self._dense
+
+    def _matrix(self) -> Tensor:
+        """The Jacobians; for one point only that one, without a batch."""
+        return self.jacobians()[0] if len(self.x) == 1 else self.jacobians()
 
     # ---- J^-1
 
