@@ -562,3 +562,14 @@ def test_the_reference_has_a_base_and_an_embedding_in_float64_too():
     assert (m["bad"], m["unknown"]) == (0, 0)
     assert m["error_max"] < 1e-3
     assert embedding.weight.dtype == torch.float32
+
+
+def test_without_a_finite_stored_gradient_memory_saving_ones_are_neither_right_nor_wrong():
+    flow = Flow(bilip.models.real_nvp(4, blocks=2, hidden=(8,)))
+    with torch.no_grad():
+        next(flow.parameters())[0] = torch.nan
+    record = audit(flow, torch.randn(200, 4), probes=["gradient_angle", "reconstruction"])
+    assert statuses(record)["inversion"] == "unsafe"
+    verdict = record.verdicts["reversible-gradients"]
+    assert verdict.status.value == "not-measured"
+    assert "no batch has a finite stored gradient" in verdict.reason
