@@ -573,3 +573,41 @@ def test_without_a_finite_stored_gradient_memory_saving_ones_are_neither_right_n
     verdict = record.verdicts["reversible-gradients"]
     assert verdict.status.value == "not-measured"
     assert "no batch has a finite stored gradient" in verdict.reason
+
+
+class Uncopied(bilip.Bijection):
+    """x + 1, which cannot be copied; `wrong` is added to the way there alone."""
+
+    def __init__(self, wrong=0.0, far=0.0):
+        super().__init__()
+        self.wrong, self.far = wrong, far
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("this model is not copied")
+
+    def forward(self, x, context=None):
+        return x + 1 + self.wrong
+
+    def inverse(self, z, context=None):
+        return z - 1 + self.far
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), z.new_zeros(len(z))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_samples_without_a_reference_are_neither_right_nor_wrong(wrong):
+    """The encoding leads back to the latent, or does not: which of the two directions is right cannot be told."""
+    record = audit(Flow(Uncopied(wrong), shape=(4,)), torch.randn(1000, 4), probes=["consistency", "sampling"])
+    verdict = record.verdicts["sampling"]
+    assert verdict.status.value == "not-measured"
+    assert "there is no float64 reference" in verdict.reason
+    assert "not copied" in record.find("sampling")[0].notes[0]
+
+
+def test_samples_far_outside_are_bad_without_a_reference():
+    record = audit(Flow(Uncopied(far=1e3), shape=(4,)), torch.randn(1000, 4), probes=["consistency", "sampling"])
+    assert record.verdicts["sampling"].status.value == "unsafe"

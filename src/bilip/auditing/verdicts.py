@@ -147,10 +147,12 @@ class Check:
             return f"{counted}, {between} {allowed}."
         unknown = int(self.measurement.get("unknown") or 0)
         if unknown:
-            return (
-                f"{counted} are bad, and for {unknown:,} the float64 reference is not stable, so that nothing can be said "
-                f"{allowed}."
+            why = (
+                "the float64 reference is not stable"
+                if self.measurement.get("referenced")
+                else "there is no float64 reference"
             )
+            return f"{counted} are bad, and for {unknown:,} {why}, so that nothing can be said {allowed}."
         if not self.bad:
             return f"{counted}: too few samples to exclude {_percent(self.limit)}; {Looks(self.limit).needed:,} without a bad one would."
         return f"Borderline. {counted}, {between} {allowed}: more samples would decide."
