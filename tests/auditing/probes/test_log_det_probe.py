@@ -104,3 +104,31 @@ def test_a_log_determinant_that_is_wrong_at_some_points_is_found_where_jacobians
     assert m["slogdet_samples"] == 16
     assert m["slogdet_error_max"] == pytest.approx(1.0)
     assert (m["claimed"], m["measured"]) == (pytest.approx(0.0), pytest.approx(8.0))
+
+
+@pytest.mark.parametrize("many", [0, 16])
+def test_a_point_whose_determinant_float64_cannot_hold_says_nothing(many):
+    class Steep(Bijection):
+        """e^-1000 x where the first entry is positive: the log-determinant is right, and the Jacobian is 0 in float64."""
+
+        def _log_scale(self, x):
+            return torch.where(x[:, :1] > 0, -1000.0, -1.0).to(x)
+
+        def forward(self, x, context=None):
+            return torch.cat((x[:, :1], x[:, 1:] * self._log_scale(x).exp()), 1)
+
+        def inverse(self, z, context=None):
+            return torch.cat((z[:, :1], z[:, 1:] / self._log_scale(z).exp()), 1)
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), self._log_scale(x)[:, 0] * (x.shape[1] - 1)
+
+        def inverse_and_log_det(self, z, context=None):
+            return self.inverse(z), -self._log_scale(z)[:, 0] * (z.shape[1] - 1)
+
+    x = torch.ones(20, 3)
+    x[1:] *= -1
+    m = LogDet(samples=2, many=many).measure(Steep(), x)
+    assert m["slogdet_samples"] == max(many, 2) - 1
+    assert m["slogdet_error_max"] < 1e-12
+    assert "no determinant in float64" in m.notes[-1]

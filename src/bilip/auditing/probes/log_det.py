@@ -197,6 +197,11 @@ class LogDet(Probe):
             off = max(abs(claimed - true.value) - _SIGMAS * float(spread[0]), 0.0)  # in this order: NaN stays NaN
             rows.append((off / size, claimed, true.value, true.error / size, true.method))
             self.progress(0.5 + 0.5 * (k + 1) / self.samples)
+        known = [row for row in rows if math.isfinite(row[2])]
+        if known and len(known) < len(rows):
+            lost = len(rows) - len(known)
+            notes.append(f"at {lost} of {len(rows)} points the Jacobian has no determinant in float64")
+            rows = known
         if not rows:
             return {}
         off, claimed, measured, error, method = max(rows, key=lambda row: math.inf if math.isnan(row[0]) else row[0])
