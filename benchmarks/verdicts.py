@@ -62,11 +62,20 @@ def trained(spec: Spec, folder: Path, steps: int | None = None) -> tuple[View, d
     return spec.plant(view), about
 
 
-def audited(spec: Spec, view: View, budget: str, *, given: int = GIVEN, seed: int = 0, draw: int = 2) -> dict[str, Any]:
-    """The audit's verdict on each use, `ood-likelihood` source by source, and what it took."""
+def audited(
+    spec: Spec,
+    view: View,
+    budget: str,
+    *,
+    given: int = GIVEN,
+    seed: int = 0,
+    draw: int = 2,
+    like: Tensor | None = None,
+) -> dict[str, Any]:
+    """The audit's verdict on each use, `ood-likelihood` source by source, and what it took. Noise has the range of `like`."""
     x, context = spec.set.draw(given, seed=draw)
     sources: dict[str, Any] = {"test": _pair(x, context)}
-    sources |= {name: _pair(*other) for name, other in other_sources(x, context, seed=draw + 3).items()}
+    sources |= {name: _pair(*other) for name, other in other_sources(x, context, seed=draw + 3, like=like).items()}
     started = time.monotonic()
     try:
         record = bilip.audit(view.audited(), sources, budget=budget, probes=PROBES, seed=seed, progress=lambda *_: None)
@@ -128,14 +137,16 @@ def examine(
 
 
 def repeated(name: str, folder: Path, seeds: int, *, steps: int | None = None, given: int = 2560) -> dict[str, Any]:
-    """The same flow audited at `quick` with other seeds and other samples of its data."""
+    """The same flow audited at `quick` with other seeds and other samples of its data and of noise over one range."""
     spec, place = FLOWS[name], folder / "seeds" / f"{name}.json"
     found: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {"name": name, "audits": {}}
     view, _ = trained(spec, folder, steps)
     place.parent.mkdir(parents=True, exist_ok=True)
+    like, _ = spec.set.draw(GIVEN, seed=2)
     for seed in range(seeds):
         if str(seed) not in found["audits"]:
-            found["audits"][str(seed)] = audited(spec, view, "quick", given=given, seed=seed, draw=1000 + 10 * seed)
+            told = audited(spec, view, "quick", given=given, seed=seed, draw=1000 + 10 * seed, like=like)
+            found["audits"][str(seed)] = told
             write_json(place, found)
     return found
 

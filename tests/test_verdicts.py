@@ -120,3 +120,24 @@ def test_steps_of_a_model_give_the_log_determinant_of_its_jacobian():
     found = zoo_truth._log_det_of_jacobian(view, x, None)
     jacobian = torch.autograd.functional.jacobian(lambda x: view.encode(x)[0][0], x)[:, 0]
     assert found == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-8)
+
+
+def test_the_noise_behind_a_truth_has_the_range_of_the_samples_that_an_audit_is_given(monkeypatch):
+    """Of heavy tails, more samples have a wider range: noise over it would be another source than the audit's."""
+    spec = FLOWS["bilip-additive-8"]
+    seen = {}
+    for name, found in {"inversion": {}, "sampling": {}, "gradients": None, "same_again": True}.items():
+        monkeypatch.setattr(zoo_truth.Judge, name, lambda self, *_, found=found: found)
+    told = {"points": 1, "status": "safe"}
+    monkeypatch.setattr(zoo_truth.Judge, "log_det", lambda self, *_: dict(told))
+
+    def likelihood(self, x, context, seconds):
+        seen[len(seen)] = x
+        return dict.fromkeys(zoo_truth.LIMITS, "safe")
+
+    monkeypatch.setattr(zoo_truth.Judge, "likelihood", likelihood)
+    zoo_truth.truth(spec, spec.build().eval(), samples=40_000)
+    given, _ = spec.set.draw(verdicts.GIVEN, seed=2)
+    assert (seen[0].amax(0) > given.amax(0)).any()  # the data behind the truth go further
+    assert (seen[1] <= given.amax(0)).all()
+    assert (seen[1] >= given.amin(0)).all()

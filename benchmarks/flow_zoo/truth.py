@@ -52,10 +52,16 @@ def status(low: float, high: float, limit: float) -> str:
     return "unsafe" if low > limit else "safe" if high <= limit else "borderline"
 
 
-def other_sources(x: Tensor, context: Context, seed: int) -> dict[str, tuple[Tensor, Context]]:
-    """Input that the flow was not trained on: noise over each feature's range (images: over that of all pixels), and the data times 4."""
+def other_sources(
+    x: Tensor, context: Context, seed: int, like: Tensor | None = None
+) -> dict[str, tuple[Tensor, Context]]:
+    """Input that the flow was not trained on: noise over each feature's range (images: over that of all pixels), and the data times 4.
+
+    The range is that of `like`, by default of the samples themselves: of heavy tails, more samples have a wider one.
+    """
     generator = torch.Generator().manual_seed(seed)
-    low, high = (x.amin(0), x.amax(0)) if x.ndim == 2 else (x.amin(), x.amax())
+    like = x if like is None else like
+    low, high = (like.amin(0), like.amax(0)) if x.ndim == 2 else (like.amin(), like.amax())
     noise = low + (high - low) * torch.rand(x.shape, generator=generator)
     return {"uniform": (noise, context), "scaled:4": (4 * x, context)}
 
@@ -555,7 +561,7 @@ def truth(
     found["inversion"] = judge.inversion(x, context, 0.15 * seconds)
     found["sampling"] = judge.sampling(shown, x, context, 0.25 * seconds, samples)
     sources = {"likelihood": (x, context)}
-    sources |= {f"ood-likelihood {name}": pair for name, pair in other_sources(x, context, seed=4).items()}
+    sources |= {f"ood-likelihood {name}": pair for name, pair in other_sources(x, context, seed=4, like=shown).items()}
     for use, (given, some) in sources.items():
         share = 0.2 if use == "likelihood" else 0.15
         found[use] = judge.likelihood(given, some, 0.75 * share * seconds)

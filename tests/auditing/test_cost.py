@@ -72,3 +72,28 @@ def test_a_large_sound_flow_gets_few_references_in_float64():
     assert (
         rows[torch.float64] <= NEEDED + 512 + jacobians
     )  # a part of the samples; all of them would be 6 * NEEDED and more
+
+
+def test_norms_of_nets_are_computed_once_for_all_sources(monkeypatch):
+    from bilip.nets import certify
+
+    calls, compute = Counter(), certify._log_lipschitz
+
+    def counted(net, shape, outputs):
+        calls[id(net), shape, str(outputs)] += 1
+        return compute(net, shape, outputs)
+
+    monkeypatch.setattr(certify, "_log_lipschitz", counted)
+    model = bilip.models.real_nvp(4, blocks=2, hidden=(8,))
+    record = bilip.audit(model, torch.randn(64, 4), ood=["uniform"], budget="quick", probes=["bounds"])
+    assert [m.measured for m in record.measurements] == [True, True]
+    assert calls
+    assert max(calls.values()) == 1
+
+
+def test_a_log_density_that_draws_nothing_is_not_asked_twice_on_a_whole_batch():
+    torch.manual_seed(0)
+    model = Counting(bilip.models.real_nvp(192, blocks=2, hidden=(16,), coupling="additive"))
+    x = torch.randn(2_000, 192, generator=torch.Generator().manual_seed(1))
+    bilip.audit(bilip.Flow(model, shape=(192,)), x, budget="quick", probes=["likelihood"])
+    assert model.rows[torch.float32] <= 2 * NEEDED + 128  # once as it is, once with its input rounded anew

@@ -1,5 +1,6 @@
 """Each use is judged by what it does: verdicts that were wrong once, on models whose truth is known."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -11,7 +12,8 @@ import bilip
 from bilip import Chain, Flow, blocks
 from bilip.adapters import as_bijection
 from bilip.auditing import BUDGETS
-from bilip.auditing.reference import same_draws
+from bilip.auditing.reference import Reference, same_draws
+from bilip.auditing.subject import Subject
 from bilip.errors import InputError
 from bilip.probes import Likelihood, LogDet, Reconstruction, Sampling
 
@@ -266,35 +268,61 @@ class HalfInside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(8 * torch.randn(2, 2, generator=torch.Generator().manual_seed(0)))
+
+    def narrow(self, x):
+        return x.half()
 
     def forward(self, x):
-        return torch.tanh(x.half() @ self.weight.half()).to(x.dtype)
+        return torch.tanh((self.narrow(x) @ self.narrow(self.weight)).to(x.dtype) / 8)
 
 
-def test_a_net_that_computes_in_fewer_bits_leaves_no_reference():
-    class Coupling(bilip.Bijection):
-        def __init__(self):
-            super().__init__()
-            self.net = HalfInside()
+class HalfAgain(HalfInside):
+    """The same by a road that is not seen."""
 
-        def forward(self, x, context=None):
-            a, b = x.chunk(2, 1)
-            return torch.cat((a, b * self.net(a).exp()), 1)
+    def narrow(self, x):
+        return torch.empty(x.shape, dtype=torch.float16).copy_(x)
 
-        def inverse(self, z, context=None):
-            a, b = z.chunk(2, 1)
-            return torch.cat((a, b / self.net(a).exp()), 1)
 
-        def forward_and_log_det(self, x, context=None):
-            return self(x), self.net(x.chunk(2, 1)[0]).sum(1)
+class CoupledBy(bilip.Bijection):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
 
-        def inverse_and_log_det(self, z, context=None):
-            return self.inverse(z), -self.net(z.chunk(2, 1)[0]).sum(1)
+    def forward(self, x, context=None):
+        a, b = x.chunk(2, 1)
+        return torch.cat((a, b + 30 * self.net(a)), 1)
 
-    record = audit(bilip.Flow(Coupling(), shape=(4,)), torch.randn(1000, 4, generator=torch.Generator().manual_seed(1)))
+    def inverse(self, z, context=None):
+        a, b = z.chunk(2, 1)
+        return torch.cat((a, b - 30 * self.net(a)), 1)
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), z.new_zeros(len(z))
+
+
+def test_a_net_that_computes_in_fewer_bits_is_held_against_itself_in_float64():
+    x = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    found = statuses(audit(bilip.Flow(CoupledBy(HalfInside()), shape=(4,)), x))
+    assert found["inversion"] == "safe"  # both directions round alike
+    assert found["sampling"] == "unsafe"  # the samples are not those of the net in float64, by some 1e-3
+    exact = copy.deepcopy(CoupledBy(HalfInside())).double()
+    exact.net.narrow = lambda value: value
+    wide = x.double()
+    found = Reference(Subject.of(CoupledBy(HalfInside())))
+    for call, known in ((found.encode, exact), (found.decode, exact.inverse)):
+        for _ in range(2):  # looked at, and known
+            torch.testing.assert_close(call(x).value, known(wide), rtol=1e-14, atol=1e-14)
+
+
+def test_a_net_that_computes_in_fewer_bits_whatever_is_done_leaves_no_reference():
+    x = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    record = audit(bilip.Flow(CoupledBy(HalfAgain()), shape=(4,)), x)
     found = statuses(record)
-    assert found["inversion"] == "safe"  # both directions round alike, and the round trip needs no reference
+    assert found["inversion"] == "safe"  # the round trip needs no reference
     for use in ("sampling", "likelihood"):
         assert found[use] == "not-measured"
         assert "multiplies in float16" in record.verdicts[use].reason
@@ -534,3 +562,52 @@ def test_the_reference_has_a_base_and_an_embedding_in_float64_too():
     assert (m["bad"], m["unknown"]) == (0, 0)
     assert m["error_max"] < 1e-3
     assert embedding.weight.dtype == torch.float32
+
+
+def test_without_a_finite_stored_gradient_memory_saving_ones_are_neither_right_nor_wrong():
+    flow = Flow(bilip.models.real_nvp(4, blocks=2, hidden=(8,)))
+    with torch.no_grad():
+        next(flow.parameters())[0] = torch.nan
+    record = audit(flow, torch.randn(200, 4), probes=["gradient_angle", "reconstruction"])
+    assert statuses(record)["inversion"] == "unsafe"
+    verdict = record.verdicts["reversible-gradients"]
+    assert verdict.status.value == "not-measured"
+    assert "no batch has a finite stored gradient" in verdict.reason
+
+
+class Uncopied(bilip.Bijection):
+    """x + 1, which cannot be copied; `wrong` is added to the way there alone."""
+
+    def __init__(self, wrong=0.0, far=0.0):
+        super().__init__()
+        self.wrong, self.far = wrong, far
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("this model is not copied")
+
+    def forward(self, x, context=None):
+        return x + 1 + self.wrong
+
+    def inverse(self, z, context=None):
+        return z - 1 + self.far
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), z.new_zeros(len(z))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_samples_without_a_reference_are_neither_right_nor_wrong(wrong):
+    """The encoding leads back to the latent, or does not: which of the two directions is right cannot be told."""
+    record = audit(Flow(Uncopied(wrong), shape=(4,)), torch.randn(1000, 4), probes=["consistency", "sampling"])
+    verdict = record.verdicts["sampling"]
+    assert verdict.status.value == "not-measured"
+    assert "there is no float64 reference" in verdict.reason
+    assert "not copied" in record.find("sampling")[0].notes[0]
+
+
+def test_samples_far_outside_are_bad_without_a_reference():
+    record = audit(Flow(Uncopied(far=1e3), shape=(4,)), torch.randn(1000, 4), probes=["consistency", "sampling"])
+    assert record.verdicts["sampling"].status.value == "unsafe"

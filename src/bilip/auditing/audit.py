@@ -29,6 +29,7 @@ from bilip.data.loader import is_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
 from bilip.errors import BilipError, InputError, NotMeasured, said_by
+from bilip.nets.certify import remembering
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
@@ -118,6 +119,7 @@ def audit(
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
         torch.random.fork_rng(devices=subject.devices),
+        remembering(),  # the norms of the nets are the same for every source
         warnings.catch_warnings(),
     ):
         # what a library says to its own developers is not for the user of a model

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from bilip.errors import NotMeasured
 
 __all__ = ["Reference", "log_prob", "same_draws", "tolerance"]
 
+_Result = TypeVar("_Result", Outcome, Tensor)
 _ULP = torch.finfo(torch.float64).eps
 
 
@@ -26,11 +27,13 @@ class Reference:
     For a model that computes in float64 itself there is nothing better: the reference is then the model at an input that differs in
     the last bit, and what differs is what rounding may do.
 
+    A net inside that converts what it is given to fewer bits is kept in float64.
+
     Args:
         subject: The model.
 
     Raises:
-        NotMeasured: The model cannot be copied in float64, or computes in fewer bits whatever it is given.
+        NotMeasured: The model cannot be copied in float64, or computes in fewer bits whatever is done.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -42,25 +45,19 @@ class Reference:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject.twin(torch.float64)
         self.own = subject.dtype == torch.float64
-        self._watched: set[str] = set()
+        self._watched: dict[str, bool] = {}  # calls that were looked at, and whether they have to be kept in float64
 
     def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
         """F(x)."""
-        with self._watching("encode"):
-            return self._wide(self.subject.forward(*self._inputs(x, context, shaken)))
+        return self._run("encode", lambda: self.subject.forward(*self._inputs(x, context, shaken)))
 
     def decode(self, z: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
         """F^-1(z)."""
-        with self._watching("decode"):
-            return self._wide(self.subject.inverse(*self._inputs(z, context, shaken)))
+        return self._run("decode", lambda: self.subject.inverse(*self._inputs(z, context, shaken)))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Tensor:
         """Log-likelihoods, or log-determinants where there is no base; NaN where the model raised."""
-        with self._watching("log_prob"):
-            found = log_prob(self.subject, *self._inputs(x, context, shaken))
-        if found.dtype != torch.float64:
-            raise NotMeasured(_NARROW.format(found.dtype))
-        return found
+        return self._run("log_prob", lambda: log_prob(self.subject, *self._inputs(x, context, shaken)))
 
     def _inputs(self, x: Tensor, context: Tensor | None, shaken: bool) -> tuple[Tensor, Tensor | None]:
         x = x.detach().double()
@@ -71,27 +68,41 @@ class Reference:
         wide = context is not None and context.is_floating_point()
         return x, context.double() if wide and context is not None else context
 
-    @contextlib.contextmanager
-    def _watching(self, call: str) -> Iterator[None]:
-        """The first time, look whether the copy multiplies in fewer bits than it was given."""
-        if call in self._watched:
-            yield
-            return
-        self._watched.add(call)
-        products = _Products()
-        with products:
-            yield
-        if products.narrow is not None:
-            raise NotMeasured(_INSIDE.format(str(products.narrow).removeprefix("torch.")))
+    def _run(self, call: str, function: Callable[[], _Result]) -> _Result:
+        """What a call gives. The first time, look whether the copy multiplies in fewer bits than it was given: then it is no longer let."""
+        narrow, numbers = "", torch.get_rng_state()
+        for wide in (False, True) if call not in self._watched else (self._watched[call],):
+            if wide and call not in self._watched:
+                torch.set_rng_state(numbers)
+            watch = contextlib.nullcontext() if call in self._watched else _Products()
+            with watch as products, _Wide() if wide else contextlib.nullcontext():
+                found = function()
+            dtype = (found.value if isinstance(found, Outcome) else found).dtype
+            inside = None if products is None else products.narrow
+            if inside is None and dtype == torch.float64:
+                self._watched[call] = wide
+                return found
+            narrow = narrow or (_NARROW.format(_short(dtype)) if inside is None else _INSIDE.format(_short(inside)))
+        raise NotMeasured(narrow)
 
-    def _wide(self, outcome: Outcome) -> Outcome:
-        if outcome.value.dtype != torch.float64:
-            raise NotMeasured(_NARROW.format(outcome.value.dtype))
-        return outcome
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
+_FEWER = (torch.float32, torch.float16, torch.bfloat16)
 _NARROW = "the model computes in {} whatever it is given, so there is no float64 reference"
 _INSIDE = "a net of the model multiplies in {} whatever it is given, so there is no float64 reference"
+
+
+class _Wide(TorchDispatchMode):
+    """Numbers of float64 are not converted to fewer bits: a net that computes in float16 on its own computes as it was meant to."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 and kwargs.get("dtype") in _FEWER:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 class _Products(TorchDispatchMode):
@@ -106,7 +117,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         product = func.overloadpacket.__name__ in self.KINDS and isinstance(out, Tensor)
-        if product and out.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if product and out.dtype in _FEWER:
             self.narrow = out.dtype
         return out
 

@@ -149,10 +149,12 @@ class Check:
             return f"{counted}, {between} {allowed}."
         unknown = int(self.measurement.get("unknown") or 0)
         if unknown:
-            return (
-                f"{counted} are bad, and for {unknown:,} the float64 reference is not stable, so that nothing can be said "
-                f"{allowed}."
+            why = (
+                "the float64 reference is not stable"
+                if self.measurement.get("referenced")
+                else "there is no float64 reference"
             )
+            return f"{counted} are bad, and for {unknown:,} {why}, so that nothing can be said {allowed}."
         if not self.bad:
             return f"{counted}: too few samples to exclude {_percent(self.limit)}; {Looks(self.limit).needed:,} without a bad one would."
         return f"Borderline. {counted}, {between} {allowed}: more samples would decide."
@@ -247,7 +249,7 @@ def _checks(m: Measurement, use: str, thresholds: Thresholds) -> Iterator[Check]
             yield Check(q, value, limit, m, low, high, bad, count)
             continue
         spread = float(m.get(f"{q.name}_uncertainty") or 0.0)
-        if math.isnan(value) and m.get("slogdet_samples") == 0:
+        if math.isnan(value) and (m.get("slogdet_samples") == 0 or _no_stored(m)):
             continue  # nothing was compared: that is missing, not wrong
         yield Check(q, value, limit, m, value - spread, value + spread)
 
@@ -270,8 +272,13 @@ def _missing(use: str, measurements: Sequence[Measurement], names: Sequence[str]
             elif here[0].get("slogdet_samples") == 0:
                 why = f": {here[0].notes[0]}" if here[0].notes else ""
                 yield f"the log-determinant was not held against the Jacobian on {name}{why}"
-            elif here[0].get("batches") is not None and here[0]["batches"] == here[0].get("stored_non_finite"):
+            elif _no_stored(here[0]):
                 yield "no batch has a finite stored gradient"
+
+
+def _no_stored(m: Measurement) -> bool:
+    """Whether memory-saving gradients were held against none: no batch has a stored one that is finite."""
+    return m.get("batches") is not None and m["batches"] == m.get("stored_non_finite")
 
 
 def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str]) -> str:

@@ -133,3 +133,120 @@ def test_the_part_of_a_multi_scale_flow_is_named():
     model = nf.MultiscaleFlow(bases, flows, [nf.flows.Merge()], class_cond=False).eval()
     m = Blame(spectra=0).measure(model, torch.randn(16, 1, 4, 4))
     assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["gain"]) for r in m.rows])
+
+
+def squashing(base):
+    """A transform of a library whose inverse makes an error 1e6 times as large."""
+
+    class Squash(base):
+        domain = codomain = torch.distributions.constraints.real_vector
+        bijective = True
+
+        def _call(self, x):
+            return x * 1e-6 + 1
+
+        def _inverse(self, y):
+            return (y - 1) * 1e6
+
+        def log_abs_det_jacobian(self, x, y):
+            return x.new_full(x.shape[:-1], x.shape[-1] * math.log(1e-6))
+
+        def call_and_ladj(self, x):
+            y = self._call(x)
+            return y, self.log_abs_det_jacobian(x, y)
+
+    return Squash
+
+
+def test_the_part_of_a_multi_scale_transform_of_nflows_is_named():
+    transforms = pytest.importorskip("nflows.transforms")
+
+    class Squash(transforms.Transform):
+        def forward(self, inputs, context=None):
+            return inputs * 1e-6 + 1, inputs.new_zeros(len(inputs))
+
+        def inverse(self, inputs, context=None):
+            return (inputs - 1) * 1e6, inputs.new_zeros(len(inputs))
+
+    torch.manual_seed(0)
+    model = transforms.MultiscaleCompositeTransform(2)
+    shape = model.add_transform(Squash(), (4, 2, 2))
+    model.add_transform(transforms.OneByOneConvolution(2), shape)
+    m = Blame(spectra=0).measure(model.eval(), torch.randn(16, 4, 2, 2))
+    assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["gain"]) for r in m.rows])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_part_of_a_transform_that_zuko_builds_at_each_call_is_named(nested):
+    zuko = pytest.importorskip("zuko")
+    squash = squashing(torch.distributions.Transform)
+
+    def build(scale):
+        parts = [zuko.transforms.PermutationTransform(torch.tensor([2, 0, 1])), squash()]
+        last = zuko.transforms.MonotonicAffineTransform(torch.zeros(3), scale)
+        inner = zuko.transforms.ComposedTransform(*parts)
+        whole = [inner, last] if nested else [*parts, last]
+        return zuko.transforms.ComposedTransform(*whole)
+
+    model = zuko.lazy.UnconditionalTransform(build, torch.zeros(3))
+    m = Blame(spectra=0).measure(model, torch.randn(16, 3))
+    assert m["wrong"] == 16
+    assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["gain"]) for r in m.rows])
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_part_of_a_transform_of_pyro_that_holds_others_is_named(nested):
+    pytest.importorskip("pyro")
+    from pyro.distributions import transforms as ts
+    from pyro.distributions.torch_transform import TransformModule
+    from torch.distributions import ComposeTransform
+
+    squash = squashing(TransformModule)
+
+    class Both(TransformModule):
+        """A composite of a user's own: its parts are in lists and attributes, its map in code."""
+
+        domain = codomain = torch.distributions.constraints.real_vector
+        bijective = True
+
+        def __init__(self):
+            super().__init__()
+            parts = [ts.Permute(torch.tensor([2, 0, 1])), squash()]
+            self.first = ComposeTransform(parts) if nested else parts[0]
+            self.second = ts.Permute(torch.tensor([1, 2, 0])) if nested else parts[1]
+
+        def _call(self, x):
+            return self.second(self.first(x))
+
+        def _inverse(self, y):
+            return self.first.inv(self.second.inv(y))
+
+        def log_abs_det_jacobian(self, x, y):
+            return x.new_full(x.shape[:-1], 3 * math.log(1e-6))
+
+    model = Both()
+    m = Blame(spectra=0).measure(model, torch.randn(16, 3))
+    assert m["wrong"] == 16
+    assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["gain"]) for r in m.rows])
+    assert "_call" not in vars(model.second)
+
+
+def test_parts_of_nested_compositions_of_pyro_and_zuko_are_blocks_of_their_own():
+    zuko = pytest.importorskip("zuko")
+    pytest.importorskip("pyro")
+    from pyro.distributions import transforms as ts
+    from torch.distributions import ComposeTransform
+
+    parts = [squashing(torch.distributions.Transform)(), ts.Permute(torch.tensor([2, 0, 1]))]
+    module = ts.ComposeTransformModule([ts.affine_coupling(3, hidden_dims=[4])])
+    models = [ComposeTransform([ComposeTransform(parts), module])]
+    built = [zuko.lazy.UnconditionalTransform(squashing(torch.distributions.Transform))]
+    built.append(
+        zuko.lazy.UnconditionalTransform(zuko.transforms.PermutationTransform, torch.tensor([1, 2, 0]), buffer=True)
+    )
+    inner = zuko.lazy.LazyComposedTransform(*built)
+    models.append(zuko.lazy.LazyComposedTransform(inner, zuko.flows.MAF(3, transforms=1).transform))
+    for model in models:
+        m = Blame(spectra=0).measure(model, torch.randn(16, 3))
+        assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["kind"], r["gain"]) for r in m.rows])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from bilip import Bijection
+from bilip.auditing import BUDGETS
 from bilip.auditing.probes import LogDet
+from bilip.auditing.probes.probe import Task
 from catalogue import CATALOGUE
 
 pytestmark = pytest.mark.numeric
@@ -74,3 +76,59 @@ def test_no_claim_is_not_measured():
     m = LogDet().measure(Silent(), torch.randn(6, 5))
     assert not m.measured
     assert "no log-determinant" in m.reason
+
+
+def test_a_log_determinant_that_is_wrong_at_some_points_is_found_where_jacobians_are_cheap():
+    class Lies(Bijection):
+        """exp(1) x; half of the space has no log-determinant of its own."""
+
+        def forward(self, x, context=None):
+            return x * math.e
+
+        def inverse(self, z, context=None):
+            return z / math.e
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), torch.where(x[:, 0] < 0, float(x.shape[1]), 0.0).to(x)
+
+        def inverse_and_log_det(self, z, context=None):
+            x = self.inverse(z)
+            return x, -self.forward_and_log_det(x)[1]
+
+    torch.manual_seed(0)
+    x = torch.randn(200, 8)
+    x[:, 0] = x[:, 0].abs()
+    x[:8, 0] *= -1  # the first points are right
+    probe = LogDet(**LogDet.cost(BUDGETS["quick"], Task(shape=(8,))))
+    m = probe.measure(Lies(), x)
+    assert m["slogdet_samples"] == 16
+    assert m["slogdet_error_max"] == pytest.approx(1.0)
+    assert (m["claimed"], m["measured"]) == (pytest.approx(0.0), pytest.approx(8.0))
+
+
+@pytest.mark.parametrize("many", [0, 16])
+def test_a_point_whose_determinant_float64_cannot_hold_says_nothing(many):
+    class Steep(Bijection):
+        """e^-1000 x where the first entry is positive: the log-determinant is right, and the Jacobian is 0 in float64."""
+
+        def _log_scale(self, x):
+            return torch.where(x[:, :1] > 0, -1000.0, -1.0).to(x)
+
+        def forward(self, x, context=None):
+            return torch.cat((x[:, :1], x[:, 1:] * self._log_scale(x).exp()), 1)
+
+        def inverse(self, z, context=None):
+            return torch.cat((z[:, :1], z[:, 1:] / self._log_scale(z).exp()), 1)
+
+        def forward_and_log_det(self, x, context=None):
+            return self(x), self._log_scale(x)[:, 0] * (x.shape[1] - 1)
+
+        def inverse_and_log_det(self, z, context=None):
+            return self.inverse(z), -self._log_scale(z)[:, 0] * (z.shape[1] - 1)
+
+    x = torch.ones(20, 3)
+    x[1:] *= -1
+    m = LogDet(samples=2, many=many).measure(Steep(), x)
+    assert m["slogdet_samples"] == max(many, 2) - 1
+    assert m["slogdet_error_max"] < 1e-12
+    assert "no determinant in float64" in m.notes[-1]

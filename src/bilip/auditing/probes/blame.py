@@ -244,8 +244,10 @@ def kind_of(part: Bijection) -> str:
 
 def _look(linear: LinearPart) -> _LocalState:
     """Extremes of one block's Jacobian over the points, and its log-determinant where the block is small."""
-    size, state = linear.x[0].numel(), _LocalState()
-    if size <= _DENSE:
+    size, state, known = linear.x[0].numel(), _LocalState(), linear.extremes
+    if known is not None:
+        top, bottom = (torch.tensor([value], dtype=torch.float64) for value in known)
+    elif size <= _DENSE:
         eye = torch.eye(size, dtype=torch.float64, device=linear.x.device)
         ones = [
             LinearPart(linear.part, linear.x[k : k + 1], None if linear.context is None else linear.context[k : k + 1])
@@ -285,11 +287,9 @@ def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[st
         if cause == "rounding" and math.isfinite(worst["condition"]):
             why += f", with condition number {worst['condition']:.1e} at the failing samples"
     elif rows[0]["carried_max"] > limit or broken:
-        gains = sorted(row["gain"] for row in rows if row["gain"] > 0)
-        usual = gains[len(gains) // 2] if gains else 0.0
-        growing = [row for row in rows if row["gain"] >= 10 and (len(rows) == 1 or row["gain"] >= 3 * usual)]
-        guilty = max(growing, key=lambda r: r["gain"]) if growing else (broken[0] if broken else None)
-        if guilty is not None and growing:
+        growing = _growing(rows)
+        guilty = growing or (broken[0] if broken else None)
+        if guilty is not None and growing is not None:
             why, cause = (
                 f"its inverse makes the error grow {guilty['gain']:.2g}-fold, more than any other block",
                 "rounding",
@@ -317,18 +317,22 @@ def _inner(guilty: dict, why: str, inside: list[dict]) -> tuple[dict | None, str
     if own:
         return own[0], f"inside {guilty['kind']}, its own round trip is off by {own[0]['local_median']:.1e}"
     lost = [row for row in reversed(parts) if row["share_non_finite"] > 0 or row["forward_non_finite"] > 0]
-    gains = sorted(row["gain"] for row in parts if row["gain"] > 0)
-    usual = gains[len(gains) // 2] if gains else 0.0
-    growing = [row for row in parts if row["gain"] >= 10 and row["gain"] >= 3 * usual]
-    if growing:
-        worst = max(growing, key=lambda r: r["gain"])
-        return (
-            worst,
-            f"inside {guilty['kind']}, its inverse makes the error grow {worst['gain']:.2g}-fold, more than any other part",
-        )
+    worst = _growing(parts)
+    if worst is not None:
+        grown = f"its inverse makes the error grow {worst['gain']:.2g}-fold, more than any other part"
+        return worst, f"inside {guilty['kind']}, {grown}"
     if lost:
         return lost[0], f"inside {guilty['kind']}, it is the first whose output is not finite on the way back"
     return (guilty, why) if len(parts) < 2 else (None, "")
+
+
+def _growing(rows: list[dict]) -> dict | None:
+    """The row whose inverse makes the error grow by 10 or more, and three times as much as the median one; of two, as the other."""
+    known = sorted((row for row in rows if row["gain"] > 0), key=lambda r: r["gain"])
+    if not known or known[-1]["gain"] < 10:
+        return None
+    usual = known[min(len(known) // 2, len(known) - 2)]["gain"] if len(known) > 1 else 0.0
+    return known[-1] if known[-1]["gain"] >= 3 * usual else None
 
 
 def _cause(row: dict, limit: float, part: Bijection) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Transform
 
 from bilip.auditing.round_trip import norms
 
@@ -44,16 +45,18 @@ class InnerPart:
 
 @dataclass
 class _Calls:
-    """Inputs and outputs of each call of a module, in order."""
+    """Inputs and outputs of each call of a part, in order, and its class."""
 
+    kind: str = ""
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def inner_parts(module: nn.Module, there: Callable[[], Any], back: Callable[[Any], Any], batch: int) -> list[InnerPart]:
     """The innermost parts of a module that are called both on the way there and on the way back, in the order of the way there.
 
-    Parts are told by having two directions: a method `inverse` beside `forward`, or an argument `rev`. Their calls are watched, in both
-    directions; nothing else about the module is changed, and the watching is undone.
+    Parts are told by having two directions: a method `inverse` beside `forward`, or an argument `rev`; or they are the innermost ones of a
+    `torch.distributions` transform that the module holds, or that it builds when it is called, as modules of zuko and Pyro do. Their
+    calls are watched, in both directions; nothing else about the module is changed, and the watching is undone.
 
     Args:
         module: The composite.
@@ -76,18 +79,16 @@ def inner_parts(module: nn.Module, there: Callable[[], Any], back: Callable[[Any
         >>> [(part.name, part.kind) for part in found]
         [('first', 'Twice'), ('second', 'Twice')]
     """
-    parts = {name: part for name, part in module.named_modules() if name and _two_way(part)}
-    parts = {name: part for name, part in parts.items() if not any(n.startswith(f"{name}.") for n in parts)}
-    with _watched(parts, batch) as first:
+    with _watched(module, batch) as first:
         z = there()
-    with _watched(parts, batch) as second:
+    with _watched(module, batch) as second:
         back(z)
     found = []
     for name in first:
         ways = zip(first[name].seen, reversed(second.get(name, _Calls()).seen), strict=False)
         for (before, after), (arrived, carried) in ways:
             if before.shape == carried.shape and after.shape == arrived.shape:
-                found.append(InnerPart(name, type(parts[name]).__name__, before, carried, after, arrived))
+                found.append(InnerPart(name, first[name].kind, before, carried, after, arrived))
     return found
 
 
@@ -102,34 +103,76 @@ def _two_way(part: nn.Module) -> bool:
         return False
 
 
+def _transforms(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Transform]]:
+    """The innermost transforms that a transform or a list is made of, with their paths."""
+    if isinstance(value, Transform) and id(value) not in seen:
+        seen.add(id(value))
+        # the attribute _inv of a transform is its inverse, which holds the transform; that of the inverse is what it inverts
+        held = {k: v for k, v in vars(value).items() if k != "_inv" or type(value).__name__ == "_InverseTransform"}
+        held |= getattr(value, "_modules", {})
+        inner = [found for name, part in held.items() for found in _transforms(part, f"{path}.{name}", seen)]
+        yield from inner or [(path.strip("."), value)]
+    elif isinstance(value, (list, tuple, nn.ModuleList)):
+        for k, part in enumerate(value):
+            yield from _transforms(part, f"{path}.{k}", seen)
+
+
 @contextlib.contextmanager
-def _watched(parts: dict[str, nn.Module], batch: int) -> Iterator[dict[str, _Calls]]:
+def _watched(module: nn.Module, batch: int) -> Iterator[dict[str, _Calls]]:
     """Within this context every call of a part is kept, by the name of the part in the order of the first calls."""
     calls: dict[str, _Calls] = {}
-    undo: list[tuple[nn.Module, str]] = []
+    undo: list[tuple[Any, str]] = []
 
-    def watch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            given = _flat(args[:1], batch)
-            result = original(*args, **options)
-            outcome = result[0] if isinstance(result, tuple) and result else result
-            got = _flat(outcome, batch)
-            if given is not None and got is not None:
-                calls.setdefault(name, _Calls()).seen.append((given, got))
-            return result
+    def replaced(part: Any, method: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(part, method, None)
+        if callable(original) and method not in vars(part):
+            setattr(part, method, by(original))
+            undo.append((part, method))
 
-        return call
+    def kept(name: str, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def by(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                given = _flat(args[:1], batch)
+                result = original(*args, **options)
+                outcome = result[0] if isinstance(result, tuple) and result else result
+                got = _flat(outcome, batch)
+                if given is not None and got is not None:
+                    calls.setdefault(name, _Calls(kind)).seen.append((given, got))
+                return result
 
+            return call
+
+        return by
+
+    def entered(held: Any, path: str) -> None:
+        for name, part in _transforms(held, path, set()):
+            for method in ("_call", "_inverse"):
+                replaced(part, method, kept(name, type(part).__name__))
+
+    def built(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def by(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                result = original(*args, **options)
+                if isinstance(result, Transform):
+                    entered(result, path)
+                return result
+
+            return call
+
+        return by
+
+    parts = {name: part for name, part in module.named_modules() if name and _two_way(part)}
+    parts = {name: part for name, part in parts.items() if not any(n.startswith(f"{name}.") for n in parts)}
     try:
         for name, part in parts.items():
             for method in ("forward", "inverse"):
-                original = getattr(part, method, None)
-                if callable(original) and method not in vars(part):
-                    setattr(part, method, watch(name, original))
-                    undo.append((part, method))
+                replaced(part, method, kept(name, type(part).__name__))
+        entered(vars(module).get("held"), "")
+        replaced(module, "forward", built(""))
+        replaced(module, "condition", built(""))
         yield calls
     finally:
-        for part, method in undo:
+        for part, method in reversed(undo):
             delattr(part, method)
 
 

@@ -23,6 +23,7 @@ __all__ = ["Likelihood"]
 
 _SMALL = 128  # up to so many dimensions every sample gets its reference
 _SUSPICIOUS = 0.05  # of the tolerance: a sample whose log p moves by more when its input is rounded anew
+_FEW = 32  # samples that tell whether log p is drawn
 _STABLE = 0.25  # of the tolerance: a reference that moves by more when it is shaken is none
 
 
@@ -177,14 +178,22 @@ class Likelihood(Probe):
 
 
 def _spread(subject: Subject, batch: Batch) -> float:
-    """Median standard deviation of log p over draws; 0 for a model that draws nothing."""
+    """Median standard deviation of log p over draws; 0 for a model that draws nothing, as a few samples tell."""
+    few = Batch(batch.x[:_FEW], None if batch.context is None else batch.context[:_FEW], batch.start)
+    apart = _apart(subject, few)
+    if not len(apart) or bool((apart > 0).any()):
+        apart = _apart(subject, batch)
+    return float(apart.median()) / math.sqrt(2) / 0.6745 if len(apart) else math.nan
+
+
+def _apart(subject: Subject, batch: Batch) -> Tensor:
+    """How far log p is apart under two draws, where it is finite."""
     found = []
     for seed in range(2):
         with same_draws(seed):
             found.append(log_prob(subject, batch.x, batch.context).double())
     apart = (found[1] - found[0]).abs()
-    apart = apart[torch.isfinite(apart)]
-    return float(apart.median()) / math.sqrt(2) / 0.6745 if len(apart) else math.nan
+    return apart[torch.isfinite(apart)]
 
 
 @dataclass

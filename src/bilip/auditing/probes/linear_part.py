@@ -88,6 +88,12 @@ class LinearPart:
         """1 where a coupling block transforms an entry of the flat state, 0 where it passes it on; `None` for other blocks."""
         return self._moved
 
+    @property
+    def extremes(self) -> tuple[float, float] | None:
+        """The largest and the smallest singular value of a large block that is linear, from its numbers; `None` for other blocks."""
+        known = self._structured()
+        return None if known is None else known.extremes
+
     # ---- J
 
     def apply(self, v: Tensor) -> Tensor:
@@ -134,8 +140,8 @@ class LinearPart:
             self._road = "structured"
         return known
 
-    def _matrix(self) -> Tensor:
-        """The Jacobians at all points, from one product with every direction; for one point only that one, without a batch."""
+    def jacobians(self) -> Tensor:
+        """The Jacobians at all points, `(batch, outputs, inputs)`, from one product with every direction."""
         if self._dense is None:
             count, size = len(self.x), self.x[0].numel()
             eye = (
@@ -147,7 +153,11 @@ class LinearPart:
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
             columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
-        return self._dense[0] if len(self.x) == 1 else self._dense
+        return self._dense
+
+    def _matrix(self) -> Tensor:
+        """The Jacobians; for one point only that one, without a batch."""
+        return self.jacobians()[0] if len(self.x) == 1 else self.jacobians()
 
     # ---- J^-1
 

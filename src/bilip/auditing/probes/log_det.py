@@ -28,7 +28,9 @@ __all__ = ["Estimate", "LogDet", "TooLarge", "log_det_of_jacobian"]
 _SIGMAS = 4
 _DRAWS = 4
 _CLAIMS = 64
+_FEW = 32  # samples that tell whether a log-determinant is drawn
 _EXACT = 1024
+_DENSE = 64  # dimensions up to which Jacobians of many points are taken at once
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class LogDet(Probe):
         limit: Largest number of samples for the comparison of the two directions.
         batch: Samples in one batch.
         samples: Samples compared with the Jacobian.
+        many: As many instead up to 64 dimensions, where Jacobians are cheap and taken at once; fewer than `samples` for none.
         exact: Largest dimension for slogdet of any block.
         steps: Lanczos steps beyond.
 
@@ -93,9 +96,17 @@ class LogDet(Probe):
     )
 
     def __init__(
-        self, limit: int | None = None, *, batch: int = 256, samples: int = 4, exact: int = _EXACT, steps: int = 40
+        self,
+        limit: int | None = None,
+        *,
+        batch: int = 256,
+        samples: int = 4,
+        exact: int = _EXACT,
+        steps: int = 40,
+        many: int = 0,
     ) -> None:
         self.limit, self.batch, self.samples, self.exact, self.steps = limit, batch, samples, exact, steps
+        self.many = many
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object]:
@@ -106,6 +117,7 @@ class LogDet(Probe):
             "samples": budget.log_dets if size <= 256 else max(1, budget.log_dets // 2),
             "exact": max(_EXACT, budget.exact),
             "steps": budget.steps,
+            "many": _DENSE * budget.log_dets // size,
         }
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
@@ -155,7 +167,8 @@ class LogDet(Probe):
         )
 
     def _draws(self, subject: Subject, batch: Batch, size: int) -> int:
-        first, second = (subject.forward_and_log_det(batch.x, batch.context).values[1].double() for _ in range(2))
+        few = Batch(batch.x[:_FEW], None if batch.context is None else batch.context[:_FEW], batch.start)
+        first, second = (subject.forward_and_log_det(few.x, few.context).values[1].double() for _ in range(2))
         apart = ((first - second).abs() / size).nan_to_num(0.0, 0.0)
         return (
             _DRAWS
@@ -166,8 +179,8 @@ class LogDet(Probe):
     def _against_jacobian(
         self, subject: Subject, batch: Batch, draws: int, size: int, notes: list[str]
     ) -> dict[str, float | str]:
-        rows: list[tuple[float, float, float, float, str]] = []
-        for k in range(min(self.samples, len(batch))):
+        rows = self._at_once(subject, batch, size) if draws == 1 and size <= _DENSE else []
+        for k in range(0 if rows else min(self.samples, len(batch))):
             x, context = batch.x[k : k + 1], None if batch.context is None else batch.context[k : k + 1]
             try:
                 reference = Reference(subject).subject
@@ -184,6 +197,11 @@ class LogDet(Probe):
             off = max(abs(claimed - true.value) - _SIGMAS * float(spread[0]), 0.0)  # in this order: NaN stays NaN
             rows.append((off / size, claimed, true.value, true.error / size, true.method))
             self.progress(0.5 + 0.5 * (k + 1) / self.samples)
+        known = [row for row in rows if math.isfinite(row[2])]
+        if known and len(known) < len(rows):
+            lost = len(rows) - len(known)
+            notes.append(f"at {lost} of {len(rows)} points the Jacobian has no determinant in float64")
+            rows = known
         if not rows:
             return {}
         off, claimed, measured, error, method = max(rows, key=lambda row: math.inf if math.isnan(row[0]) else row[0])
@@ -197,6 +215,29 @@ class LogDet(Probe):
             "measured": measured,
             "method": method,
         }
+
+    def _at_once(self, subject: Subject, batch: Batch, size: int) -> list[_Row]:
+        """Many points of a small model together; nothing where that fails, for then it has to be told point by point."""
+        count = min(self.many, len(batch))
+        if count <= self.samples:
+            return []
+        x, context = batch.x[:count], None if batch.context is None else batch.context[:count]
+        wide = context.double() if context is not None and context.is_floating_point() else context
+        try:
+            claims = Reference(subject).subject.forward_and_log_det(x.double(), wide)
+            if bool(claims.failed.any()):
+                return []
+            total = torch.zeros_like(claims.values[1])
+            for part in Linearized(subject, x, context).parts:
+                if not part.part.rearranges:
+                    total = total + _linalg.slogdet(part.jacobians())[1]
+        except (BilipError, RuntimeError, ValueError, TypeError):
+            return []
+        pairs = zip(claims.values[1].tolist(), total.tolist(), strict=True)
+        return [(abs(claimed - true) / size, claimed, true, 0.0, "exact") for claimed, true in pairs]
+
+
+_Row = tuple[float, float, float, float, str]
 
 
 def _averaged(
@@ -262,7 +303,7 @@ def log_det_of_jacobian(
             continue
         if part.z[0].numel() != at.size:
             raise NotMeasured(f"block {part.name} changes the number of entries, so it has no determinant")
-        known = _structured(part) if at.size > 64 else None
+        known = _structured(part) if at.size > _DENSE else None
         if known is not None:
             total += known
             continue

@@ -38,6 +38,8 @@ class Sampling(Probe):
     Up to 128 dimensions every sample is held against the reference. Beyond, those are whose own encoding does not lead back to half
     of `wrong`, or that are not finite or out of range; and `referenced` of the rest. If one of these is bad, all follow.
 
+    A model that cannot be copied in float64 has no reference: its finite samples within the range are *unknown*.
+
     Not measured without a base distribution. Conditional models take the contexts of the source, in order.
 
     Args:
@@ -67,6 +69,7 @@ class Sampling(Probe):
         Quantity("look", "number of the last look", "count"),
         Quantity("referenced", "samples held against the reference", "count"),
         Quantity("wrong", "samples whose decoding is wrong", "count", "lower"),
+        Quantity("unknown", "samples without a reference", "count", "lower"),
         Quantity("out_of_range", "samples far outside the data", "count", "lower"),
         Quantity("share_held_out", "share of held-out data that far outside", "share"),
         Quantity("float64_tried", "bad samples tried in float64", "count"),
@@ -128,7 +131,9 @@ class Sampling(Probe):
         try:
             reference = Reference(subject)
         except NotMeasured as why:
-            notes.append(f"no reference: {why}; samples are judged by the model's own encoding")
+            notes.append(
+                f"no reference: {why}; only samples that are not finite or far outside the data are known to be bad"
+            )
         known = _Range.of(source, self.range)
         found = _Tally(wrong, known, everyone=self.referenced is None or size <= _SMALL, left=self.referenced or 0)
         bits = []
@@ -219,6 +224,7 @@ class _Tally:
     non_finite: int = 0
     failed: int = 0
     wrong: int = 0
+    unknown: int = 0
     outside: int = 0
     both: int = 0
     referenced: int = 0
@@ -264,8 +270,9 @@ class _Tally:
         self.code += Histogram.of(own.cpu())
         outside = finite & self.known.outside(x)
         suspicious = ~finite | outside | ~(own <= self.wrong_limit / 2)
-        if reference is None:
-            self._count(x, finite & ~(own <= self.wrong_limit), outside, finite, x.double(), context)
+        if reference is None:  # the encoding may be as wrong as the sample, or wrong where the sample is right
+            self.unknown += int((finite & ~outside).sum())
+            self._count(x, torch.zeros_like(finite), outside, finite, x.double(), context)
             return self.bad
         chosen = torch.ones_like(suspicious) if self.everyone or self.surprised else suspicious
         sure = torch.zeros_like(chosen)
@@ -354,6 +361,7 @@ class _Tally:
             "share_bad": self.bad / self.count,
             "referenced": self.referenced,
             "wrong": self.wrong,
+            "unknown": self.unknown,
             "out_of_range": self.outside,
             "largest": self.largest,
             "float64_tried": self.tried,

@@ -48,6 +48,11 @@ class Structured(Protocol):
         r"""$J^{-\top} v$."""
         ...
 
+    @property
+    def extremes(self) -> tuple[float, float] | None:
+        """The largest and the smallest singular value, where they are read off; else `None`."""
+        ...
+
 
 class Room:
     """How many bytes of graphs may still be kept; shared by the blocks of a model.
@@ -117,6 +122,10 @@ class _Diagonal:
 
     adjoint, solve_adjoint = apply, solve
 
+    @property
+    def extremes(self) -> tuple[float, float]:
+        return float(self.diagonal.abs().max()), float(self.diagonal.abs().min())
+
 
 @dataclass(frozen=True)
 class _Channels:
@@ -134,6 +143,11 @@ class _Channels:
 
     def solve_adjoint(self, v: Tensor) -> Tensor:
         return _mix(self.inverse.mT, v)
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        values = torch.linalg.svdvals(self.matrix)
+        return float(values[0]), float(values[-1])
 
 
 def _mix(matrix: Tensor, v: Tensor) -> Tensor:
@@ -155,6 +169,7 @@ class _Rearranged:
         return self.part.inverse(w)
 
     adjoint, solve_adjoint = solve, apply
+    extremes = 1.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,11 @@ class _Kept:
     def solve_adjoint(self, v: Tensor) -> Tensor:
         return self._on(self.inner.solve_adjoint, v, self.shape)
 
+    @property
+    def extremes(self) -> tuple[float, float] | None:
+        inner = self.inner.extremes
+        return None if inner is None else (max(inner[0], 1.0), min(inner[1], 1.0))  # the rest is passed on
+
     @staticmethod
     def _on(act, v: Tensor, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape)
@@ -185,6 +205,8 @@ class _Kept:
 
 class _Triangle:
     """A coupling: what it passes on stays, what it transforms is scaled and moved with what the nets see."""
+
+    extremes = None
 
     def __init__(self, part: AdditiveCoupling | AffineCoupling, x: Tensor, context: Tensor | None, room: Room) -> None:
         self.part, self.context, self.room = part, context, room
