@@ -225,6 +225,7 @@ print(record.find("trust")[0]["count"], peak)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
     """12 times the samples: the file grows by 56 MB, and the process by less than a third of that."""
     peaks = []

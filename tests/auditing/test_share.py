@@ -18,7 +18,7 @@ from bilip.cli import _processes
 from bilip.cli._door import Stop
 from bilip.errors import InputError
 
-pytestmark = [pytest.mark.process, pytest.mark.numeric]
+pytestmark = pytest.mark.process
 
 MODELS = """
 import pathlib, time
@@ -100,6 +100,7 @@ def test_two_processes_give_the_record_of_one(folder):
     assert said[1][0].count("wrote two.json") == 1
 
 
+@pytest.mark.soak
 def test_processes_with_different_models_say_so_once(folder):
     run = start(folder, "flows_to_share:unseeded", *AUDIT, "--out", "no.json")
     _, said = run.communicate(timeout=300)
@@ -108,6 +109,7 @@ def test_processes_with_different_models_say_so_once(folder):
     assert not (folder / "no.json").exists()
 
 
+@pytest.mark.soak
 def test_ctrl_c_keeps_what_all_of_them_measured(folder):
     run = start(folder, "flows_to_share:slow", *AUDIT, "--out", "stopped.json", start_new_session=True)
     until = time.monotonic() + 120

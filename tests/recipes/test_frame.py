@@ -345,6 +345,7 @@ def test_side_by_side_killed_and_resumed_it_ends_as_one_after_the_other(tmp_path
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.soak
 def test_children_leave_with_their_parent(tmp_path):
     process = cli(*tiny(tmp_path, "--set", "steps=100000", "--jobs", "2"))
     began = time.monotonic()

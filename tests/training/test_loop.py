@@ -199,6 +199,7 @@ def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_give_the_losses_of_one(tmp_path):
     train(make_task("flow"), make_settings(steps=40), tmp_path / "one", progress=silent)
     finish(program(tmp_path / "two", 40, 2, "flow"))
