@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from bilip import cli
 from bilip._project import LIMITS, find_project
 from bilip.errors import InputError
 from bilip.record import AuditRecord, Status, Verdict
 from bilip.report import to_junit
+from in_process import command_line
 
 TARGETS = """
 import torch
@@ -38,16 +38,7 @@ def bilip_(made, monkeypatch, capfd):
     """Run the command line in the project's folder; what comes back is the exit code, stdout and stderr."""
     monkeypatch.chdir(made)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["bilip", *args])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        return end.value.code or 0, out, err
-
-    yield run
+    yield command_line(monkeypatch, capfd)
     (made / "pyproject.toml").unlink(missing_ok=True)
 
 

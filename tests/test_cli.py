@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import bilip
-from bilip import cli, models
+from bilip import models
 from bilip.record import USES, AuditRecord
+from in_process import command_line
 
 TARGETS = """
 import sys
@@ -210,16 +211,7 @@ def folder(made, monkeypatch):
 @pytest.fixture
 def bilip_(folder, monkeypatch, capfd):
     """Run the command line in this process; what comes back is the exit code, stdout and stderr."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["bilip", *args])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
+    return command_line(monkeypatch, capfd)
 
 
 def process(*args, cwd, **options):
