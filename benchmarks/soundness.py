@@ -53,6 +53,7 @@ FORMULAS = ("sharp", "paper")
 FLAT = [entry for entry in CATALOGUE if entry.shape == (4,) and entry.context is None and not entry.unit]
 PADDINGS = ("zeros", "circular", "reflect", "replicate")
 SAFETY = 16  # over the measured rounding of a Jacobian: one draw of it may be small by chance
+NEAR_UNDERFLOW = math.log(1e-280)  # below, differences may consist of a few of the smallest numbers, rounded
 CASES = 25  # of one task of a process
 
 
@@ -280,13 +281,14 @@ def _turned(act: Bijection, x: Tensor, rows: Tensor | None, turn: Tensor) -> Ten
 
 
 def _pairs(x: Tensor, z: Tensor) -> dict[str, float]:
-    """Logs of the gains between points whose images are far enough apart for rounding not to matter; 1e-9 is taken off for it."""
+    """Logs of the gains between points whose images are far enough apart for rounding and underflow not to matter; 1e-9 is taken off."""
     found = {"forward": -math.inf, "inverse": -math.inf}
     for shift in range(1, len(x)):
         other, image = x.roll(shift, 0), z.roll(shift, 0)
         steps, moves = norms(x / 2 - other / 2).log(), norms(z / 2 - image / 2).log()
         sizes = [torch.maximum(norms(a / 2), norms(b / 2)).log() for a, b in ((x, other), (z, image))]
         sure = (steps > sizes[0] - 13) & (moves > sizes[1] - 13) & torch.isfinite(steps) & torch.isfinite(moves)
+        sure &= torch.minimum(steps, moves) > NEAR_UNDERFLOW
         if bool(sure.any()):
             ratio = (moves - steps)[sure]
             found["forward"] = max(found["forward"], float(ratio.max()) - 1e-9)

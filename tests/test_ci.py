@@ -1,5 +1,6 @@
 """What a CI server reads: JUnit files, step summaries and the project's own settings."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,10 @@ def test_the_file_has_what_those_of_pytest_have(tmp_path):
         "def test_fails():\n    assert 0\n\nimport pytest\n\ndef test_skips():\n    pytest.skip('x')\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml=theirs.xml", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, capture_output=True)
+    clean = {
+        name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"
+    }  # --seed is known here alone
+    subprocess.run(command, cwd=tmp_path, capture_output=True, env=clean)
     theirs = ElementTree.parse(tmp_path / "theirs.xml").getroot()
     ours = ElementTree.fromstring(to_junit(judged(sampling="unsafe", likelihood="not-measured")).encode())
     for place in ("testsuite", "testsuite/testcase", "testsuite/testcase/failure", "testsuite/testcase/skipped"):

@@ -115,11 +115,14 @@ def test_an_error_that_float64_cannot_resolve_is_told_apart():
 
 
 def test_steps_of_a_model_give_the_log_determinant_of_its_jacobian():
+    torch.manual_seed(0)  # with other weights this one may have no digit to compare: exponential scales, not trained
     view = FLOWS["bilip-exp-64-hasty"].build().double().eval()
     x = torch.randn(1, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = zoo_truth._log_det_of_jacobian(view, x, None)
     jacobian = torch.autograd.functional.jacobian(lambda x: view.encode(x)[0][0], x)[:, 0]
-    assert found == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-8)
+    rounding = 64 * torch.finfo(torch.float64).eps * float(torch.linalg.cond(jacobian))
+    assert rounding < 1e-3
+    assert found == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-10 + rounding)
 
 
 def test_the_noise_behind_a_truth_has_the_range_of_the_samples_that_an_audit_is_given(monkeypatch):

@@ -230,10 +230,10 @@ class Pyro(View):
     def steps(self) -> list[Step]:
         def forward(t: Any, x: Tensor, c: Context) -> tuple[Tensor, Tensor]:
             t = t.condition(c) if hasattr(t, "condition") else t
-            x = x.clone()  # Pyro's caches recognise tensors
-            y = t.inv(x).clone()
-            log_det = t.log_abs_det_jacobian(y, t(y))
-            return y, -(log_det.flatten(1).sum(1) if log_det.ndim > 1 else log_det)
+            x = x.clone()  # Pyro's caches recognise tensors: here, as in its own log_prob, those of this inverse alone
+            y = t.inv(x)
+            log_det = t.log_abs_det_jacobian(y, x)
+            return y.clone(), -(log_det.flatten(1).sum(1) if log_det.ndim > 1 else log_det)
 
         def inverse(t: Any, z: Tensor, c: Context) -> Tensor:
             t = t.condition(c) if hasattr(t, "condition") else t

@@ -47,7 +47,7 @@ def scales(flat: Tensor) -> Tensor:
     apart, places = max(1, rows // ROWS), max(1, size // PLACES)
     kernel: Any = _scales
     with torch.cuda.device_of(flat):
-        kernel[(triton.cdiv(size, 64),)](
+        kernel[(triton.cdiv(size, 32),)](
             flat,
             found,
             min(ROWS, -(-rows // apart)),
@@ -56,7 +56,7 @@ def scales(flat: Tensor) -> Tensor:
             places,
             size,
             ROWS,
-            64,
+            32,
             PLACES,
             num_warps=4,
         )
@@ -170,15 +170,15 @@ def _scales(
     value = tl.load(x + row * apart * size + at, mask=inside, other=0.0).to(out.dtype.element_ty)
     both = inside & (row + 1 < rows)
     after = tl.load(x + (row + 1) * apart * size + at, mask=both, other=0.0).to(out.dtype.element_ty)
-    some = tl.arange(0, PLACES)[None, :]
-    other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
-    other = other.to(out.dtype.element_ty)
-    others = _mean(tl.sum(_logs(other), axis=0), tl.sum(_count(other), axis=0), 1.0)
     mean = _mean(_logs(value), _count(value), 0.0)
     apart_by = tl.where(both, after - value, 0.0)
     spread = _mean(_logs(apart_by), _count(apart_by), 0.0)
     scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
-    scale = tl.where(scale > 0, scale, others)
+    if tl.min(scale, axis=0) <= 0:  # some are zero throughout, which is rare: these logarithms are half of the work
+        some = tl.arange(0, PLACES)[None, :]
+        other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
+        other = other.to(out.dtype.element_ty)
+        scale = tl.where(scale > 0, scale, _mean(tl.sum(_logs(other), axis=0), tl.sum(_count(other), axis=0), 1.0))
     scale = tl.minimum(tl.maximum(scale, _TINY), _HUGE)
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(out + place, scale, mask=place < size)
