@@ -44,7 +44,7 @@ def train(
 
     Every random number is a function of seed, step and purpose, so a run that was killed at any moment and resumed ends with the same
     weights and logs as one that was not: bit for bit on a CPU with the same number of threads. Ctrl-C, SIGTERM and
-    the deadline save before they stop.
+    the deadline save before they stop. States are written by a thread of their own while training goes on.
 
     Args:
         task: Model, data and loss. The model ends with the last weights (those of the average are in `last.safetensors`).
@@ -80,6 +80,7 @@ def train(
         with _advised(task, settings, lambda: "at the start"):
             run = Run(task, settings, Path(folder), fabric)
         stack.callback(run.log.close)
+        stack.callback(run.writer.close)
         show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts(deadline))
         try:
@@ -116,6 +117,7 @@ def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
         run.between_steps = True
         progress(run.done, settings.steps, latest)
         interrupts.check(*_shared_clock(run))
+    run.writer.wait()
     run.fabric.barrier()
 
 

@@ -26,6 +26,7 @@ from bilip.training.settings import Settings
 from bilip.training.state import load_weights, read_state, require_kind, restore_optimizer, save_state, split_optimizer
 from bilip.training.step import CapturedStep, Step
 from bilip.training.task import Draw, Objective, Task
+from bilip.training.writer import Writer
 
 __all__ = ["Run", "Trained"]
 
@@ -81,6 +82,7 @@ class Run:
         self.done, self.best_step, self.best_loss = 0, 0, math.inf
         self.sums: dict[str, Tensor] = {}  # of the losses since the last logged row
         self.summed, self.skipped_in_a_row, self.between_steps = 0, 0, True
+        self.writer = Writer()
         self._open()
         tensors, facts = read_state(self.last) if self.last.exists() else ({}, {})
         if facts:
@@ -115,6 +117,7 @@ class Run:
     @property
     def left(self) -> str:
         """What there is to go back to, in words."""
+        self.writer.wait()
         return f"the last good checkpoint is {self.last}" if self.last.exists() else "no checkpoint was saved before"
 
     @property
@@ -152,7 +155,7 @@ class Run:
         return tuple(self.fabric.to_device(own_rows(tensor, self.fabric)) for tensor in whole)
 
     def save(self) -> bool:
-        """Write the state; False if the weights are not finite: the state before them is worth more."""
+        """Begin to write the state as it is now; False if the weights are not finite: the state before them is worth more."""
         if not bool(torch.stack([p.isfinite().all() for p in self.task.model.parameters()]).all()):
             return False
         if not self.main:
@@ -178,9 +181,13 @@ class Run:
             "sums": list(self.sums),
             "summed": self.summed,
         }
+        copies = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+        self.writer.begin(lambda: self._write(copies, facts))
+        return True
+
+    def _write(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         self._keep_previous()
         save_state(self.last, tensors, facts)
-        return True
 
     def _keep_previous(self) -> None:
         """The state before stays, as `previous.safetensors`, where the file system has links: the next one may be damaged."""

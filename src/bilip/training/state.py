@@ -44,7 +44,7 @@ def save_state(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[s
         ([1.0, 1.0], 3)
     """
     document = json.dumps({"format": FORMAT, "version": VERSION, "sha256": UNSEALED, **facts})
-    plain = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    plain = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     write_aside(path, seal(_safetensors().save(plain, metadata={"bilip": document})))
 
 
