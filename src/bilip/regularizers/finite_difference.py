@@ -16,7 +16,7 @@ from bilip.errors import InputError
 from bilip.regularizers.penalty import Latent, Penalty
 from bilip.reversible.fingerprint import scales
 from bilip.reversible.function import hold
-from bilip.reversible.replay import Seeds, draws_numbers
+from bilip.nets.replay import Seeds, draws_numbers
 
 __all__ = ["FiniteDifference"]
 
