@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
 
-__all__ = ["HARMLESS", "as_born", "changed", "is_itself", "is_watched", "odd_tensor", "parametrized", "tampered", "unstated"]
+__all__ = [
+    "HARMLESS",
+    "as_born",
+    "changed",
+    "is_itself",
+    "is_watched",
+    "odd_tensor",
+    "parametrized",
+    "tampered",
+    "unstated",
+]
 
 # Names that a subclass may define without changing what is computed.
 HARMLESS = frozenset(

@@ -13,10 +13,10 @@ from bilip._capture import Flag, noting
 from bilip.blocks import Residual, Roulette
 from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
+from bilip.nets.replay import batch_norms
 from bilip.nets.spectral import Certificate, HeldConv2d, HeldLinear, certify_anew, held_layers
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
-from bilip.nets.replay import batch_norms
 from bilip.training.average import Average
 from bilip.training.settings import Settings
 from bilip.training.task import Objective, Task
