@@ -47,7 +47,7 @@ def freia(kind, **options):
     return getattr(modules, kind)([(5,)], subnet_constructor=zoo.net, **options)
 
 
-def freia_shuffle():
+def freia_permutation():
     return pytest.importorskip("FrEIA.modules").PermuteRandom([(5,)], seed=0)
 
 
@@ -109,7 +109,7 @@ PROVEN = {
     "FrEIA RNVP": lambda: freia("RNVPCouplingBlock", clamp=3.0),
     "FrEIA RNVP sigmoid": lambda: freia("RNVPCouplingBlock", clamp_activation="SIGMOID"),
     "FrEIA images": freia_images,
-    "FrEIA permutation": freia_shuffle,
+    "FrEIA permutation": freia_permutation,
     "normflows exp": lambda: normflows_coupling(),
     "normflows sigmoid": lambda: normflows_coupling(scale_map="sigmoid"),
     "normflows sigmoid_inv": lambda: normflows_coupling(scale_map="sigmoid_inv"),
