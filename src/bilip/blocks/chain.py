@@ -13,6 +13,7 @@ from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
 from bilip.blocks.log_det import one_draw
+from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.reach import Reach, Step
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
@@ -192,8 +193,8 @@ class _Pass:
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
             if type(block) is ActNorm and not is_watched(block):
                 self.fixed[k] = block.features, block.log_scale
-            elif type(block) is Residual and anew:
-                self.held += held_layers(block.g)
+            elif anew and (net := iterated(block)) is not None:
+                self.held += held_layers(net)
             elif type(block) is InvertibleConv1x1 and block.kind == "full" and not is_watched(block):
                 scaled = k > 0 and _only_scales(self.blocks[k - 1], block.channels)
                 weight = block.weight
@@ -246,6 +247,13 @@ class _Pass:
         for pixels, logs in self.constants.items():
             total = total + torch.cat(logs).sum() * (-pixels if self.inverse else pixels)
         return total
+
+
+def iterated(block: Bijection) -> nn.Module | None:
+    """The net of a block that evaluates it many times in one pass, whose held layers are certified once for all of them."""
+    if type(block) is Residual:
+        return block.g
+    return block.f if type(block) is NeuralODE else None
 
 
 def _only_scales(block: Bijection, channels: int) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bilip._capture import Flag, capturing
-from bilip.blocks import Bijection, Residual
+from bilip.blocks import Bijection
+from bilip.blocks.chain import iterated
 from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw
 from bilip.errors import DriftError
 from bilip.nets.replay import (
@@ -102,8 +103,8 @@ class Call:
         stored: list[Tensor] = []
         own = False
         self.drawn[-1] = drawn_now()
-        residual = [unit.block for unit in self.units if isinstance(unit.block, Residual)]
-        with self.prepared, one_draw(), held_together(layer for block in residual for layer in held_layers(block.g)):
+        nets = [net for unit in self.units if (net := iterated(unit.block)) is not None]
+        with self.prepared, one_draw(), held_together(layer for net in nets for layer in held_layers(net)):
             self.held = held_now(self.bijection)
             for k, unit in enumerate(self.units):
                 self.drawn[k] = drawn_now()
