@@ -64,7 +64,7 @@ class Halved(nn.Module):
 
 
 def ode(net: nn.Module) -> Bijection:
-    return blocks.NeuralODE(net, method="rk4", options={"step_size": 0.05})
+    return blocks.NeuralODE(net, method="rk4", options={"step_size": 0.1})
 
 
 def residual_images() -> Bijection:

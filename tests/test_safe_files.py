@@ -194,3 +194,36 @@ def test_threads_that_write_one_file_never_mix(tmp_path):
     reader.join()
     assert all(data in contents for data in seen)
     assert os.listdir(tmp_path) == ["shared"]
+
+
+def test_a_link_is_written_through_to_the_file_it_leads_to(tmp_path):
+    (tmp_path / "far").mkdir()
+    real, link, ahead = tmp_path / "far" / "real.json", tmp_path / "link.json", tmp_path / "ahead.json"
+    real.write_text("old")
+    link.symlink_to("far/real.json")
+    ahead.symlink_to("far/not yet there.json")
+    for path in (link, ahead):
+        write_aside(path, "new")
+        assert path.is_symlink()
+        assert path.read_text() == "new"
+    assert real.read_text() == "new"
+    assert sorted(p.name for p in (tmp_path / "far").iterdir()) == ["not yet there.json", "real.json"]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["link", "link to a link"])
+def test_what_leads_to_an_open_file_is_written_to_and_not_replaced(tmp_path, inside):
+    """As `/dev/stdout` does, where standard output goes to a file: whoever may write to /dev would lose it for everybody."""
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("there is no such folder here")
+    with open(tmp_path / "output", "ab") as output:
+        output.write(b"before\n")
+        output.flush()
+        stdout = tmp_path / "stdout"
+        stdout.symlink_to(f"/proc/self/fd/{output.fileno()}")
+        if inside:
+            stdout = tmp_path / "other"
+            stdout.symlink_to("stdout")
+        write_aside(stdout, "content\n")
+        assert stdout.is_symlink()
+        output.write(b"after\n")
+    assert (tmp_path / "output").read_text() == "before\ncontent\nafter\n"

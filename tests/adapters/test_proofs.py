@@ -425,3 +425,57 @@ def test_patched_transforms_of_torch_and_zuko_are_not_trusted(monkeypatch):
     monkeypatch.setattr(univariate, "_call", far_from_data(univariate._call))
     with pytest.raises(UnknownLipschitz, match="method _call of its class MonotonicAffineTransform replaced"):
         as_bijection(zuko_coupling()).bounds(Box(-20, 20, shape=(5,)))
+
+
+def freia_shuffle():
+    return pytest.importorskip("FrEIA.modules").PermuteRandom([(4,)], seed=1)
+
+
+def normflows_shuffle():
+    return pytest.importorskip("normflows").flows.Permute(4, mode="shuffle")
+
+
+@pytest.mark.parametrize(
+    ("make", "way_back"), [(freia_shuffle, "perm_inv"), (normflows_shuffle, "perm")], ids=["FrEIA", "normflows"]
+)
+def test_a_way_back_that_is_no_inverse_is_not_trusted(make, way_back):
+    """A buffer of the other direction was replaced: of what the model calls its inverse nothing is known."""
+    module = make()
+    block = as_bijection(module)
+    assert block.bounds(Box(-1, 1, shape=(4,))).inverse == pytest.approx(1)
+    getattr(module, way_back).data = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(UnknownLipschitz, match="parts were changed"):
+        block.bounds(Box(-1, 1, shape=(4,)))
+
+
+def foreign_module_replaced():
+    modules = pytest.importorskip("FrEIA.modules")
+    block = as_bijection(modules.GLOWCouplingBlock([(4,)], subnet_constructor=zoo.net))
+    block.module = modules.AllInOneBlock([(4,)], subnet_constructor=zoo.net)
+    return block
+
+
+def layer_inserted():
+    coupling = pytest.importorskip("nflows.transforms.coupling")
+    nets = pytest.importorskip("nflows.nn.nets")
+    block = as_bijection(
+        coupling.AffineCouplingTransform(
+            [1, -1, 1, -1], lambda i, o: nets.ResidualNet(i, o, hidden_features=8, num_blocks=1)
+        )
+    )
+    block.module.transform_net.blocks[0].linear_layers.insert(1, nn.Linear(8, 8))
+    return block
+
+
+def permutation_replaced():
+    permutations = pytest.importorskip("nflows.transforms.permutations")
+    block = as_bijection(permutations.ReversePermutation(4))
+    block.module._permutation = torch.zeros(4, dtype=torch.long)
+    return block
+
+
+@pytest.mark.parametrize("make", [foreign_module_replaced, layer_inserted, permutation_replaced])
+def test_what_cannot_be_rebuilt_from_its_parts_is_said(make):
+    with pytest.raises(UnknownLipschitz, match="cannot be rebuilt from its parts") as caught:
+        make().bounds(Box(-1, 1, shape=(4,)))
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,8 @@ import torch
 from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
 from bilip.blocks.log_det import one_draw, probes, series_error
 from bilip.errors import InputError
-from bilip.nets import MLP, ConvNet, Declared
+from bilip.nets import MLP, ConvNet, Declared, HeldLinear
+from bilip.reversible import Reversible
 
 
 def block(seed=0, size=3, c=0.6):
@@ -90,6 +91,22 @@ def test_a_shared_number_of_terms_is_one_for_all_blocks_of_a_pass(monkeypatch):
             drawn.clear()
             chain.forward_and_log_det(x)[1].sum().backward()
             assert len(drawn) == count
+
+
+@pytest.mark.parametrize("around", ["outside", "inside"])
+def test_a_shared_number_of_terms_in_a_memory_saving_pass(around):
+    """The backward pass evaluates again with the number that the forward pass has drawn, wherever that was."""
+    estimator, x = Roulette(Poisson(2.0), exact_terms=1, shared=True), torch.randn(2, 3, dtype=torch.float64)
+    stored, other = shared_chain(estimator), shared_chain(estimator)
+    saving = Reversible(other) if around == "outside" else Chain(other[0], Reversible(other[1:]))
+    for seed in range(4):
+        results = []
+        for f in (stored, saving):
+            torch.manual_seed(seed)
+            z, log_det = f.forward_and_log_det(x)
+            found = torch.autograd.grad(log_det.sum() + z.sin().sum(), list(f.parameters()), allow_unused=True)
+            results.append((log_det, [g for g in found if g is not None]))
+        torch.testing.assert_close(*results)
 
 
 def test_a_shared_number_of_terms_is_unbiased_exactly():
@@ -332,6 +349,79 @@ def test_dropout_and_autocast_are_those_of_the_forward_pass():
         found.append(torch.autograd.grad(z.float().square().sum() + log_det.float().sum(), list(model.parameters())))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+class Moving(torch.nn.Module):
+    """A buffer that follows the data, as running statistics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = HeldLinear(6, 6, coefficient=0.8)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.3)
+        return torch.tanh(self.linear(x - self.mean))
+
+
+MOVING = {
+    "own buffer": Moving,
+    "batch norm": lambda: torch.nn.Sequential(HeldLinear(6, 6, coefficient=0.1), torch.nn.BatchNorm1d(6)),
+    "spectral norm": lambda: torch.nn.Sequential(
+        torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 40)),
+        torch.nn.ELU(),
+        HeldLinear(40, 6, coefficient=0.5),
+    ),
+    "dropout": lambda: torch.nn.Sequential(HeldLinear(6, 6, coefficient=0.4), torch.nn.Dropout(0.4)),
+}
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation mode", "another pass"])
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_is_recomputed_is_the_net_of_the_forward_pass(kind, between):
+    """Buffers as they were, the mode that it had, and no buffer moves on twice; with `retain_graph`, the second time too."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = Declared(MOVING[kind](), lipschitz=0.9)
+        model, x = Residual(net, log_det=Series(3), recompute=recompute).double().train(), torch.randn(32, 6).double()
+        z, log_det = model.forward_and_log_det(x)
+        loss = z.square().sum() - log_det.sum()
+        if between == "evaluation mode":
+            model.eval()
+        elif between == "another pass":
+            model(2 * x)
+        moved = [buffer.clone() for buffer in model.buffers()]
+        found = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(moved, list(model.buffers()))
+        results.append((found[0], moved))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "estimator", [Exact(), Series(3), Roulette(exact_terms=2)], ids=["exact", "series", "roulette"]
+)
+def test_hooks_of_parameters_see_the_whole_gradient_once(estimator):
+    torch.manual_seed(0)
+    model, x = (
+        Residual(MLP(6, 6, activation="elu", lipschitz=0.8), log_det=estimator).double(),
+        torch.randn(8, 6).double(),
+    )
+
+    def gradients():
+        torch.manual_seed(1)
+        z, log_det = model.forward_and_log_det(x)
+        (z.square().sum() - log_det.sum() + model.inverse(x).sin().sum()).backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    plain = gradients()
+    for p in model.parameters():
+        p.register_hook(lambda grad: 3 * grad)
+    torch.testing.assert_close(gradients(), [3 * grad for grad in plain])
 
 
 def test_parameters_changed_before_the_backward_pass_are_noticed():

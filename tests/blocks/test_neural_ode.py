@@ -7,7 +7,8 @@ from torch import nn
 from bilip import Box
 from bilip.blocks import NeuralODE
 from bilip.errors import InputError, SolverFailed
-from bilip.nets import MLP
+from bilip.nets import MLP, spectral
+from bilip.nets.spectral import held_layers, held_together
 from bilip.testing import search_gains
 
 
@@ -98,3 +99,35 @@ def test_bad_input():
         NeuralODE(nn.Linear(2, 2), time=-1)
     with pytest.raises(InputError, match=r"f\(x, t\) has shape"):
         NeuralODE(nn.Linear(2, 3))(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_held_layers_are_certified_once_for_all_evaluations(monkeypatch, training, adjoint):
+    """Of one integration, and of its backward pass; the gradient is that of the weights that act."""
+    torch.manual_seed(0)
+    net = MLP(2, 2, hidden=(8,), activation="tanh", lipschitz=0.8)
+    options = {"method": "rk4", "options": {"step_size": 0.25}, "adjoint": adjoint}
+    block, x = NeuralODE(net, **options).double().train(training), torch.randn(4, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(4)
+    looks, original = [], spectral._known
+    monkeypatch.setattr(spectral, "_known", lambda *args, **given: looks.append(1) or original(*args, **given))
+    for _ in range(3):
+        looks.clear()
+        found = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+        assert len(looks) == 1
+        with held_together(held_layers(block)):
+            value = x
+            for _ in range(4):
+                k1 = net(value)
+                k2 = net(value + 0.25 * k1 / 3)
+                k3 = net(value + 0.25 * (k2 - k1 / 3))
+                k4 = net(value + 0.25 * (k1 - k2 + k3))
+                value = value + 0.25 * (k1 + 3 * (k2 + k3) + k4) / 8
+        expected = torch.autograd.grad(value.square().sum(), list(block.parameters()))
+        torch.testing.assert_close(found, expected, rtol=5e-2 if adjoint else 1e-9, atol=1e-2 if adjoint else 1e-12)
+        with torch.no_grad():
+            for p in block.parameters():
+                p.add_(1e-3 * p.norm() * torch.randn_like(p) / p.numel() ** 0.5)

@@ -12,7 +12,7 @@ from bilip.blocks import Residual, inverting
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
 from bilip.nets.certify import double_twin
-from bilip.nets.spectral import held_layers
+from bilip.nets.spectral import held_layers, held_together
 from bilip.testing import search_gains
 
 
@@ -146,6 +146,26 @@ def test_implicit_gradients_equal_unrolled_ones():
     unrolled = torch.autograd.grad((block.unrolled_inverse(y, 200) * weight).sum(), [y, *parameters])
     for a, b in zip(implicit, unrolled, strict=True):
         assert torch.allclose(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_implicit_gradients_of_a_chain_in_training_are_those_of_the_weights_that_act():
+    """Between certificates a chain holds its weights by a bound that is up to a hundredth larger: the gradient is taken there as well."""
+    torch.manual_seed(0)
+    chain = Chain(*(make(4, c=0.8).double() for _ in range(2))).train()
+    layers, y = held_layers(chain), torch.randn(6, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for p in chain.parameters():
+            p.mul_(3)
+    for _ in range(3):
+        with held_together(layers):  # as `chain.inverse` does, so that both see the same
+            implicit, unrolled = chain.inverse(y).sin().sum(), y
+            for block in reversed(list(chain)):
+                unrolled = block.unrolled_inverse(unrolled, 200)
+        expected = torch.autograd.grad(unrolled.sin().sum(), list(chain.parameters()))
+        torch.testing.assert_close(torch.autograd.grad(implicit, list(chain.parameters())), expected)
+        with torch.no_grad():
+            for p in chain.parameters():
+                p.add_(1e-3 * p.norm() * torch.randn_like(p) / p.numel() ** 0.5)
 
 
 def test_implicit_gradient_of_the_context():

@@ -12,6 +12,7 @@ from bilip import Chain, models
 from bilip.blocks import Residual
 from bilip.nets import MLP, ConvNet, HeldConv2d, HeldLinear, conv_norm, matrix_norm, spectral
 from bilip.nets.spectral import certify_anew, held_layers, held_together
+from bilip.reversible import Reversible
 
 
 @contextlib.contextmanager
@@ -267,3 +268,35 @@ def test_branches_of_convolutions_are_certified_in_few_calls(monkeypatch):
     monkeypatch.setattr(spectral, "_certified", lambda *args: (calls.append(1), original(*args))[1])
     chain(torch.randn(2, 2, 4, 4))
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stride_changed_later_is_certified_anew(training):
+    """Without the stride a convolution has more outputs, and a larger norm."""
+    layer = HeldConv2d(2, 2, 3, coefficient=0.5, stride=2).train(training)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer(torch.randn(1, 2, 8, 8))
+        layer.stride = (1, 1)
+        assert true_norm(layer, layer.held_weight()) <= 0.5
+        layer.stride = (2, 2)
+        assert 0.3 < true_norm(layer, layer.held_weight()) <= 0.5
+
+
+def test_memory_saving_passes_hold_layers_as_chains_do():
+    """The same certificates, so the same numbers in every step of training."""
+    torch.manual_seed(0)
+    stored = models.residual_flow(4, blocks=3, hidden=(16,)).double().train()
+    saving = copy.deepcopy(stored)
+    wrapped, x = Reversible(saving), torch.randn(8, 4, dtype=torch.float64)
+    for seed in range(4):
+        results = []
+        for f in (stored, wrapped):
+            torch.manual_seed(seed)
+            z, log_det = f.forward_and_log_det(x)
+            results.append((z, log_det, torch.autograd.grad(z.sin().sum() - log_det.sum(), list(f.parameters()))))
+        torch.testing.assert_close(*results)
+        with torch.no_grad():
+            for p, q in zip(stored.parameters(), saving.parameters(), strict=True):
+                p.add_(1e-3 * p.norm() * torch.randn_like(p) / p.numel() ** 0.5)
+                q.copy_(p)

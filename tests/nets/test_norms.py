@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse.linalg import svds
+from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
 
 from bilip.errors import InputError, NonFiniteParameters
@@ -12,13 +12,24 @@ from bilip.nets.norms import gram_norms, smallest_singular_value
 
 
 def dense_norm(conv: nn.Module, shape: tuple[int, ...]) -> float:
-    """The operator written out as a matrix, then an SVD: all of it for small matrices, the largest value to float64 for others."""
+    """The operator written out as a matrix, then an SVD; of a large one the largest value alone, to float64, by products with it."""
     size = torch.Size(shape).numel()
-    rows = conv(torch.eye(size, dtype=torch.float64).view(size, *shape)).detach().flatten(1)
-    if min(rows.shape) <= 512:
+    point = torch.zeros(1, *shape, dtype=torch.float64, requires_grad=True)
+    image = conv(point)  # its gradient is the adjoint, as the operator is linear
+    if min(size, image.numel()) <= 512:
+        rows = conv(torch.eye(size, dtype=torch.float64).view(size, *shape)).detach().flatten(1)
         return float(torch.linalg.matrix_norm(rows, ord=2))
-    start = np.random.default_rng(0).random(min(rows.shape))
-    return float(svds(rows.numpy(), k=1, tol=0, v0=start, return_singular_vectors=False)[0])
+
+    def act(v):
+        return conv(torch.from_numpy(v).reshape(1, *shape)).detach().flatten().numpy()
+
+    def adjoint(u):
+        grad = torch.from_numpy(u).reshape(image.shape)
+        return torch.autograd.grad(image, point, grad, retain_graph=True)[0].flatten().numpy()
+
+    start = np.random.default_rng(0).random(min(size, image.numel()))
+    operator = LinearOperator((image.numel(), size), matvec=act, rmatvec=adjoint, dtype=np.float64)
+    return float(svds(operator, k=1, tol=0, v0=start, return_singular_vectors=False)[0])
 
 
 def conv_with(weight: torch.Tensor, **options) -> nn.Conv2d:

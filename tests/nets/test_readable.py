@@ -1,6 +1,7 @@
 """A net is read only if it computes what its class says: nothing hooked, patched, overridden, changed or in place."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bilip.bounds import Box
 from bilip.errors import InputError, UnknownLipschitz
 from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldConv2d, HeldLinear, enclose, log_cap, log_lipschitz
 from bilip.nets.activations import ScaledSwish
+from bilip.nets.cache import EvalCache
 from bilip.nets.layers import overwriting
 
 
@@ -357,3 +359,48 @@ def test_a_net_that_overwrites_its_input_is_caught_where_it_acts(block):
     x = -torch.ones(3, 4)
     with pytest.raises(InputError, match="overwrites its input in place"):
         block(Declared(Overwriting(), lipschitz=0.5))(x)
+
+
+def test_a_parametrization_that_moves_on_in_an_evaluated_layer_is_refused():
+    """`.eval()` on the layer is not enough if its spectral norm was set back to training mode: each look gives another weight."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)).eval()
+    block = blocks.AdditiveCoupling(layer)
+    assert block.bounds().forward > 1
+    layer.parametrizations.weight[0].training = True
+    with pytest.raises(UnknownLipschitz, match=r"whenever the weight is read in training mode: call \.eval\(\)"):
+        block.bounds()
+
+
+def test_nets_without_hidden_units_are_constants():
+    net = nn.Sequential(nn.Linear(2, 0), nn.Tanh(), nn.Linear(0, 2))
+    assert blocks.AdditiveCoupling(net).bounds(Box(-1, 1, shape=(4,))).forward == pytest.approx(1)
+
+
+@pytest.mark.parametrize("scale", [lambda raw: 100 * raw.exp(), object()], ids=["function", "object"])
+def test_a_scale_that_states_nothing_is_refused(scale):
+    block = blocks.AffineCoupling(nn.Linear(2, 4))
+    block.scale = scale
+    with pytest.raises(UnknownLipschitz, match="nothing can be proved"):
+        block.bounds(Box(-1, 1, shape=(4,)))
+
+
+def test_caches_of_two_threads_are_one_weights_each():
+    """One thread evaluates, the other differentiates, which empties the cache: nobody meets half of it."""
+    layer = HeldLinear(8, 8, coefficient=0.9).eval()
+    cache, weight, failed, stop = EvalCache(), torch.randn(3, 3), [], threading.Event()
+
+    def emptied():
+        while not stop.is_set():
+            cache.clear()
+
+    other = threading.Thread(target=emptied)
+    other.start()
+    try:
+        for k in range(3000):
+            with torch.no_grad():
+                value = cache.get_all(layer, weight + k % 2, (torch.sum, torch.mean))
+            failed += [] if torch.equal(value[0], (weight + k % 2).sum()) else [k]
+    finally:
+        stop.set()
+        other.join()
+    assert not failed

@@ -114,8 +114,7 @@ class Chromium:
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.resize(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        page.call("Emulation.setEmulatedMedia", {"features": [scheme]})
+        page.prefer(dark=dark)
         page.call("Page.navigate", {"url": Path(path).resolve().as_uri()})
         page.wait()
         return page
@@ -133,6 +132,11 @@ class Page:
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", size)
+
+    def prefer(self, *, dark: bool) -> None:
+        """Set what the system prefers, as a reader may do while the page is open."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def evaluate(self, script: str):
         """The value of an expression; promises are awaited, exceptions raised."""

@@ -106,11 +106,24 @@ def test_everything_is_drawn_and_verdicts_are_those_of_the_record(show, record):
     assert dict(page.evaluate(cards)) == {use: WORDS[v["status"]] for use, v in embedded["verdicts"].items()}
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_fits_a_phone_in_both_themes(show, record, dark):
-    page = show(record, width=390, height=800, dark=dark)
+def test_fits_a_phone_in_both_themes(show, record):
+    """Light, then dark as the system turns; that a page can begin dark, others see."""
+    page = show(record, width=390, height=800)
+    for dark in (False, True):
+        page.prefer(dark=dark)
+        page.settle()
+        assert page.evaluate("document.getElementById('theme').textContent") == (
+            "Light theme" if dark else "Dark theme"
+        )
+        assert_drawn(page)
+        assert_fits(page, 390)
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_begins_dark_where_the_system_is(show):
+    page = show(records.images(), width=390, height=800, dark=True)
     assert_drawn(page)
-    assert_fits(page, 390)
+    assert page.evaluate("document.getElementById('theme').textContent") == "Light theme"
     assert page.evaluate(CONTRAST) == []
 
 

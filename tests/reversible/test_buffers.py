@@ -85,3 +85,28 @@ def test_second_derivatives(kind):
     for a, b in zip(*found, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+def test_statistics_of_instance_norms_advance_once(memory):
+    """Unlike BatchNorm, InstanceNorm updates its statistics in training mode whatever it is told: the backward pass would do so again."""
+
+    def net():
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        return nn.Sequential(nn.Linear(2, 16), nn.Unflatten(1, (4, 4)), norm, nn.Flatten(), nn.ELU(), nn.Linear(16, 4))
+
+    def made():
+        torch.manual_seed(0)
+        parts = [blocks.AffineCoupling(net(), partition=blocks.Split(swap=k % 2 == 1)) for k in range(4)]
+        return Chain(*parts, shape=(4,)).double().train()
+
+    stored, saving, x = made(), made(), torch.randn(16, 4, dtype=torch.float64)
+    wrapped = Reversible(saving, memory=memory)
+    for _ in range(3):
+        for model, f in ((stored, stored), (saving, wrapped)):
+            model.zero_grad()
+            z, log_det = f.forward_and_log_det(x)
+            (z.square().sum() - log_det.sum()).backward()
+        a, b = ([p.grad for p in model.parameters()] for model in (saving, stored))
+        assert angle(a, b) < 1e-8
+        assert all(torch.allclose(u, v) for u, v in zip(saving.buffers(), stored.buffers(), strict=True))

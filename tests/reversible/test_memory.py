@@ -19,8 +19,8 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "reversible.py"
 def kept(wrap, blocks, *, inverse=False, log_det=True):
     """Bytes that a graph keeps for its backward pass: storages, each once, other than parameters."""
     torch.manual_seed(0)
-    model = wake(models.glow((3, 16, 16), levels=3, blocks=blocks, hidden=8), 0.01)
-    f, x = wrap(model), torch.rand(4, 3, 16, 16)
+    model = wake(models.glow((3, 8, 8), levels=2, blocks=blocks, hidden=8), 0.01)
+    f, x = wrap(model), torch.rand(4, 3, 8, 8)
     x = model(x).detach() if inverse else x
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -49,14 +49,14 @@ def kept(wrap, blocks, *, inverse=False, log_det=True):
 def test_a_graph_keeps_the_two_ends(inverse, log_det):
     options = {"inverse": inverse, "log_det": log_det}
     for wrap in (Reversible, lambda m: Reversible(m, guard=None), lambda m: Reversible(m, memory="checkpoint")):
-        shallow, deep = kept(wrap, 4, **options), kept(wrap, 16, **options)
-        assert shallow == deep == 2 * 4 * 3 * 16 * 16 * 4  # x and z
-    shallow, deep = (kept(lambda m: m, blocks, **options) for blocks in (4, 16))
+        shallow, deep = kept(wrap, 3, **options), kept(wrap, 12, **options)
+        assert shallow == deep == 2 * 4 * 3 * 8 * 8 * 4  # x and z
+    shallow, deep = (kept(lambda m: m, blocks, **options) for blocks in (3, 12))
     assert 3.5 < deep / shallow < 4.5
 
 
 def test_anchors_are_kept_and_counted():
-    one = 4 * 3 * 16 * 16 * 4
+    one = 4 * 3 * 8 * 8 * 4
 
     def anchored(model):
         f = Reversible(model, Guard(budget=2 * one))

@@ -51,11 +51,16 @@ def make_settings(**changes) -> Settings:
     return Settings(**{"steps": 100, **SETTINGS, **changes})
 
 
-if __name__ == "__main__":
-    folder, steps, devices, kind = sys.argv[1:]
+def run(folder, steps: int = 100, devices: int = 1, kind: str = "all") -> int:
+    """What the program does, in this process: with one thread, as sums of more have another order."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    more = {"ema": 0.9, "clip": 10.0} if kind == "all" else {}
-    trained = train(
-        make_task(kind), make_settings(steps=int(steps), devices=int(devices), **more), folder, progress=silent
-    )
-    print("done", trained.steps)
+    try:
+        more = {"ema": 0.9, "clip": 10.0} if kind == "all" else {}
+        return train(make_task(kind), make_settings(steps=steps, devices=devices, **more), folder, progress=silent).steps
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    print("done", run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

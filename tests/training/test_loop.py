@@ -23,7 +23,7 @@ from bilip.objectives import Likelihood
 from bilip.regularizers import FiniteDifference
 from bilip.training import Average, Settings, Task, load_weights, read_log, read_state, save_state, train
 from bilip.training.lock import alone
-from training.runs import make_settings, make_task, silent
+from training.runs import make_settings, make_task, run, silent
 
 PROGRAM = Path(__file__).with_name("runs.py")
 FILES = ("last.safetensors", "best.safetensors", "train.csv", "evaluation.csv")
@@ -56,7 +56,8 @@ def contents(folder):
 @pytest.mark.process
 @pytest.mark.slow
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
-    finish(program(tmp_path / "whole"))
+    """Twice, in processes of their own; the run without a break and the end of the other one are made here."""
+    run(tmp_path / "whole")
     rng, kills = random.Random(), 0
     folder = tmp_path / "killed"
     for _ in range(2):
@@ -72,7 +73,7 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_equal(tmp_path):
         if read_state(folder / "last.safetensors")[1]["step"] >= 90:
             break
     assert kills
-    finish(program(folder))
+    run(folder)
     assert contents(folder) == contents(tmp_path / "whole")
 
 

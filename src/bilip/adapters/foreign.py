@@ -15,7 +15,7 @@ from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
-from bilip.errors import BilipError, InputError, UnknownLipschitz
+from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz
 from bilip.nets.readable import tampered
 
 # Libraries of which some blocks have a twin.
@@ -190,11 +190,25 @@ class Foreign(Bijection):
                 raise self.unproved(f"{kind.__name__} inside it {why}")
         try:
             twin = self.twin()
-        except InputError as error:  # no block can be built from its nets
-            raise self.unproved(str(error)) from error
-        if shape and not agree(self, twin, shape, context, self.context_shape()):
-            raise self.unproved("the installed version computes something else than the one bilip knows")
+        except (UnknownLipschitz, NonFiniteParameters, NotInitialized):
+            raise
+        except Exception as error:  # whatever was done to it: no block can be built from its parts
+            raise self._not_rebuilt(error) from error
+        try:
+            same = not shape or agree(self, twin, shape, context, self.context_shape())
+        except (BilipError, RuntimeError, IndexError):  # such as a box of another shape
+            raise
+        except Exception as error:
+            raise self._not_rebuilt(error) from error
+        if not same:
+            raise self.unproved(
+                "the installed version computes something else than the one bilip knows, or its parts were changed"
+            )
         return twin
+
+    def _not_rebuilt(self, error: Exception) -> UnknownLipschitz:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return self.unproved(f"it cannot be rebuilt from its parts ({first.rstrip('.')})")
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         return self._checked_twin(box.shape, context).log_lip(box, context, formula)

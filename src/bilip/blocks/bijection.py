@@ -156,9 +156,14 @@ class Bijection(nn.Module):
         try:
             with torch.no_grad(), remembering():
                 return act(Reach.start(box), context, formula)
-        except (RuntimeError, IndexError) as error:
+        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
             if isinstance(error, BilipError):
                 raise
+            if isinstance(error, (AttributeError, TypeError)):  # a part of another kind than it was built with
+                raise UnknownLipschitz(
+                    f"{type(self).__name__} holds a part about which nothing can be proved ({error}). Use the nets, partitions and "
+                    "scales of bilip, or such as state what is proved about them."
+                ) from error
             raise InputError(
                 f"{type(self).__name__}: a box of shape {box.shape}"
                 + (f" with a context of shape {context.shape}" if context is not None else "")

@@ -13,11 +13,13 @@ from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
 from bilip.blocks.log_det import one_draw
+from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.reach import Reach, Step
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache, is_transformed
+from bilip.nets.readable import is_itself, is_watched
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
 
 __all__ = ["Chain"]
@@ -103,6 +105,8 @@ class Chain(Bijection):
     latent_shape: tuple[int, ...] | None = None
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        if not is_itself(self):
+            return super().parts(name)
         prefix = f"{name}." if name else ""
         return [part for k, block in enumerate(self) for part in block.parts(f"{prefix}{k}")]
 
@@ -187,11 +191,11 @@ class _Pass:
         groups: dict[tuple[object, ...], list[int]] = {}
         anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
-            if type(block) is ActNorm:
+            if type(block) is ActNorm and not is_watched(block):
                 self.fixed[k] = block.features, block.log_scale
-            elif type(block) is Residual and anew:
-                self.held += held_layers(block.g)
-            elif type(block) is InvertibleConv1x1 and block.kind == "full" and not _hooked(block):
+            elif anew and (net := iterated(block)) is not None:
+                self.held += held_layers(net)
+            elif type(block) is InvertibleConv1x1 and block.kind == "full" and not is_watched(block):
                 scaled = k > 0 and _only_scales(self.blocks[k - 1], block.channels)
                 weight = block.weight
                 groups.setdefault((block.channels, scaled, weight.dtype, weight.device), []).append(k)
@@ -245,13 +249,15 @@ class _Pass:
         return total
 
 
+def iterated(block: Bijection) -> nn.Module | None:
+    """The net of a block that evaluates it many times in one pass, whose held layers are certified once for all of them."""
+    if type(block) is Residual:
+        return block.g
+    return block.f if type(block) is NeuralODE else None
+
+
 def _only_scales(block: Bijection, channels: int) -> bool:
     """Whether a block is an ActNorm whose scale can go into the matrix after it."""
     if type(block) is not ActNorm or block.features != channels or block.dim != 1:
         return False
-    return block._ready and not _hooked(block)
-
-
-def _hooked(block: nn.Module) -> bool:
-    """Whether somebody watches the calls of a block, which then have to happen."""
-    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)
+    return block._ready and not is_watched(block)

@@ -14,6 +14,7 @@ from bilip.blocks.on_kept import OnKept
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import InputError
+from bilip.nets.readable import is_itself
 
 __all__ = ["FactorOut"]
 
@@ -101,6 +102,8 @@ class FactorOut(Bijection):
         return self.image_shape
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
+        if not is_itself(self):
+            return super().parts(name)
         shape, prefix = self.kept_shape, f"{name}." if name else ""
         found: list[tuple[str, Bijection]] = [(f"{prefix}split", FactorOut(Chain(), self.image_shape, keep=self.keep))]
         for path, block in self.inner.parts(f"{prefix}inner"):

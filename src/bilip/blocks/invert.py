@@ -10,6 +10,7 @@ from bilip.blocks.bijection import Bijection
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box
 from bilip.errors import InputError
+from bilip.nets.readable import is_itself
 
 __all__ = ["Invert"]
 
@@ -57,7 +58,7 @@ class Invert(Bijection):
         return self.bijection.out_shape(shape)
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
-        inner = self.bijection.parts(name)
+        inner = self.bijection.parts(name) if is_itself(self) else [(name or "0", self.bijection)]
         return [(path, self if len(inner) == 1 else Invert(block)) for path, block in reversed(inner)]
 
     def natural_domain(self) -> Box:

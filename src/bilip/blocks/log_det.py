@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.errors import InputError
+from bilip.nets.replay import hooks_wait
 
 __all__ = ["Exact", "Geometric", "Poisson", "Roulette", "Series", "series_error"]
 
@@ -258,6 +259,22 @@ def one_draw(drawn: Mapping[Roulette, int] | None = None) -> Iterator[None]:
         _DRAWN.reset(token)
 
 
+def drawn_now() -> dict[Roulette, int] | None:
+    """The numbers of further terms that are drawn already in the present `one_draw`; `None` outside of any."""
+    drawn = _DRAWN.get()
+    return None if drawn is None else dict(drawn)
+
+
+@contextlib.contextmanager
+def drawn_again(drawn: Mapping[Roulette, int] | None) -> Iterator[None]:
+    """Inside, these numbers are drawn already and others not, whatever the context around it says: as it was at `drawn_now`."""
+    token = _DRAWN.set(None if drawn is None else dict(drawn))
+    try:
+        yield
+    finally:
+        _DRAWN.reset(token)
+
+
 def probes(x: Tensor, samples: int | None) -> Tensor:
     """Random signs of shape `(samples, *x.shape)`, or a whole basis scaled so that the mean over it is the trace."""
     if samples is not None:
@@ -415,7 +432,9 @@ def _gradients(
     if not outputs:
         return [None] * len(wanted)
     values, given = zip(*outputs, strict=True)
-    return list(torch.autograd.grad(values, wanted, given, allow_unused=True, create_graph=graph, retain_graph=keep))
+    with hooks_wait(wanted):
+        found = torch.autograd.grad(values, wanted, given, allow_unused=True, create_graph=graph, retain_graph=keep)
+    return list(found)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from bilip.blocks.bijection import Bijection
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
 from bilip.nets import certify
-from bilip.nets.cache import is_plain
+from bilip.nets.cache import is_plain, is_transformed
+from bilip.nets.spectral import again, held_layers, held_now, held_together
 
 __all__ = ["NeuralODE"]
 
@@ -87,7 +89,9 @@ class NeuralODE(Bijection):
         like = state[0] if isinstance(state, tuple) else state
         ends = [self.time, 0.0] if backward else [0.0, self.time]
         times = torch.tensor(ends, dtype=like.dtype, device=like.device)
-        system = _System(field, self.f)
+        anew = (torch.is_grad_enabled() or self.training) and not is_transformed()
+        with held_together(held_layers(self.f) if anew else ()):  # certified once, for all evaluations
+            system = _System(field, self.f)
         solve = torchdiffeq.odeint_adjoint if self.adjoint else torchdiffeq.odeint
         try:
             path = solve(system, state, times, method=self.method, rtol=self.rtol, atol=self.atol, options=self.options)
@@ -208,10 +212,11 @@ class _System(nn.Module):
 
     def __init__(self, field: Any, net: nn.Module) -> None:
         super().__init__()
-        self.field, self.net = field, net
+        self.field, self.net, self.held = field, net, held_now(net)
 
     def forward(self, t: Tensor, state: Any) -> Any:
-        return self.field(t, state)
+        with again(self.held) if self.held else contextlib.nullcontext():
+            return self.field(t, state)
 
 
 def _trace(value: Tensor, x: Tensor, probe: Tensor | None, graph: bool) -> Tensor:

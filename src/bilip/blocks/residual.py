@@ -20,6 +20,7 @@ from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
 from bilip.nets.cache import is_transformed, reusing
 from bilip.nets.layers import Declared
+from bilip.nets.replay import hooks_wait, modes_again
 from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution", "inverting"]
@@ -313,8 +314,8 @@ def inverting(model: nn.Module, *, tolerance: float) -> Iterator[list[Solution]]
 class _Branch:
     """g of a block as it is in one pass, for a log-determinant.
 
-    The backward pass may come when the block has other tensors (`torch.func.functional_call`), other certificates, and torch another
-    random state; what is evaluated `again` is what was.
+    The backward pass may come when the block has other tensors (`torch.func.functional_call`), other certificates, another mode, and
+    torch another random state; what is evaluated `again` is what was, and moves no buffer on.
     """
 
     def __init__(self, block: Residual, x: Tensor, context: Tensor | None) -> None:
@@ -323,6 +324,8 @@ class _Branch:
         self.held = held_now(block.g)
         self.draws = any(isinstance(part, (Declared, nn.modules.dropout._DropoutNd)) for part in block.g.modules())
         self.random: _RandomState | None = None
+        self.modes = [(part, part.training) for part in block.g.modules()]
+        self.before: dict[str, Tensor] = {}  # buffers of nets that may move them, as they were
         self.recompute = block.recompute and not (self.draws and capturing(x))
 
     @property
@@ -333,16 +336,19 @@ class _Branch:
     def __call__(self, x: Tensor) -> Tensor:
         if self.draws and not capturing(x):
             self.random = _RandomState(x)
+            self.before = {name: buffer.detach().clone() for name, buffer in self.block.g.named_buffers()}
         return self.block.branch(x, self.context)
 
     def again(self, x: Tensor) -> Tensor:
         """The same function in a backward pass."""
         g, now = self.block.g, {**dict(self.block.g.named_parameters()), **dict(self.block.g.named_buffers())}
-        with again(self.held), contextlib.nullcontext() if self.random is None else self.random.again():
-            if all(tensor is now.get(name) for name, tensor in self.tensors.items()):
+        random = contextlib.nullcontext() if self.random is None else self.random.again()
+        with again(self.held), modes_again(self.modes), random:
+            if not self.before and all(tensor is now.get(name) for name, tensor in self.tensors.items()):
                 return self.block.branch(x, self.context)
+            tensors = {**self.tensors, **{name: buffer.clone() for name, buffer in self.before.items()}}
             given = (x, self.context) if self.context is not None and self.block._context else (x,)
-            return torch.func.functional_call(g, self.tensors, given)
+            return torch.func.functional_call(g, tensors, given)
 
 
 class _RandomState:
@@ -373,6 +379,7 @@ class _ImplicitInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: Residual, x: Tensor, names: tuple[str, ...], y: Tensor, *others: Tensor) -> Tensor:
         ctx.block, ctx.names = block, names
+        ctx.held, ctx.modes = held_now(block.g), [(part, part.training) for part in block.g.modules()]
         ctx.save_for_backward(x, *others)
         return x.clone()
 
@@ -385,7 +392,7 @@ class _ImplicitInverse(torch.autograd.Function):
         context = others[0] if len(others) > len(ctx.names) else None
         # The parameters of the forward pass, which torch.func.functional_call may have lent to the block.
         parameters = dict(zip(ctx.names, others[len(others) - len(ctx.names) :], strict=True))
-        with torch.enable_grad():
+        with torch.enable_grad(), again(ctx.held), modes_again(ctx.modes):
             inner = x.detach().requires_grad_()
             given = (inner, context) if context is not None and block._context else (inner,)
             value = torch.func.functional_call(block.g, parameters, given)
@@ -397,6 +404,7 @@ class _ImplicitInverse(torch.autograd.Function):
         target = norms(4 * torch.finfo(grad.dtype).eps * grad.double())
         u = solve_fixed_point(pull, grad, target, max_evaluations=block.max_evaluations).x
         wanted = [other for other in others if other.requires_grad]
-        pulled = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
+        with hooks_wait(wanted):
+            pulled = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
         results = iter(pulled)
         return (None, None, None, u, *(next(results) if other.requires_grad else None for other in others))

@@ -35,8 +35,7 @@ class EvalCache:
     """
 
     def __init__(self) -> None:
-        self._key: Tensor | None = None
-        self._values: dict[Callable[[Tensor], Tensor], Tensor] = {}
+        self._kept: tuple[Tensor, dict[Callable[[Tensor], Tensor], Tensor]] | None = None  # the weight, values of it
 
     def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The value for `weight`, from the cache when that is allowed and right."""
@@ -48,23 +47,28 @@ class EvalCache:
         if (owner.training and not _REUSING.get()) or learns or not is_plain(weight):
             self.clear()
             return [compute(weight) for compute in computes]
-        key = self._key
-        if key is None or key.device != weight.device or key.dtype != weight.dtype or not torch.equal(key, weight):
-            self._key, self._values = weight.detach().clone(), {}
+        kept = self._kept  # once: other threads may empty or replace it meanwhile
+        if kept is None or not _same(kept[0], weight):
+            kept = self._kept = weight.detach().clone(), {}
+        values = kept[1]
         for compute in computes:
-            if compute not in self._values:
-                self._values[compute] = compute(weight)
-        return [self._values[compute] for compute in computes]
+            if compute not in values:
+                values[compute] = compute(weight)
+        return [values[compute] for compute in computes]
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._key, self._values = None, {}
+        self._kept = None
 
     def __deepcopy__(self, memo: dict) -> EvalCache:
         return EvalCache()
 
     def __reduce__(self):
         return (EvalCache, ())
+
+
+def _same(key: Tensor, weight: Tensor) -> bool:
+    return key.device == weight.device and key.dtype == weight.dtype and torch.equal(key, weight)
 
 
 def is_plain(weight: Tensor) -> bool:

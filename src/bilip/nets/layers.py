@@ -216,7 +216,7 @@ class Affine:
     @property
     def terms(self) -> int:
         """How many products are added up for one output."""
-        return self.weight[0].numel()
+        return math.prod(self.weight.shape[1:])
 
     def log_norm(self, shape: Shape | None, outputs: slice | None, inputs: slice | None = None) -> float:
         """Log of its operator norm, for some of its outputs and inputs."""

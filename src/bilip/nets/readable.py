@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
 
-__all__ = ["HARMLESS", "as_born", "changed", "odd_tensor", "parametrized", "tampered", "unstated"]
+__all__ = [
+    "HARMLESS",
+    "as_born",
+    "changed",
+    "is_itself",
+    "is_watched",
+    "odd_tensor",
+    "parametrized",
+    "tampered",
+    "unstated",
+]
 
 # Names that a subclass may define without changing what is computed.
 HARMLESS = frozenset(
@@ -131,6 +141,36 @@ def tampered(thing: object) -> str | None:
     return None
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody watches the calls of a module by hooks, or has replaced one of its methods: then its calls have to happen.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> is_watched(layer), bool(layer.register_forward_hook(lambda *args: None)), is_watched(layer)
+        (False, True, True)
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(hooks or everywhere) or not _methods(type(module)).isdisjoint(vars(module))
+
+
+def is_itself(module: nn.Module) -> bool:
+    """Whether a module of bilip may be taken apart, or computed in another way: no hooks, no methods replaced, and no subclass by
+    somebody else that overrides one.
+
+    Example:
+        >>> from bilip.blocks import Chain
+        >>> class Doubled(Chain):
+        ...     def forward(self, x, context=None):
+        ...         return 2 * super().forward(x, context)
+        >>> is_itself(Chain()), is_itself(Doubled())
+        (True, False)
+    """
+    order = type(module).__mro__
+    own = next((k for k, kind in enumerate(order) if kind.__module__.split(".")[0] == "bilip"), len(order))
+    return not is_watched(module) and tampered(module) is None and changed(type(module), own) is None
+
+
 def odd_tensor(value: Tensor) -> str | None:
     """What keeps a tensor from being plain numbers, which act as they are stored; `None` if nothing does.
 
@@ -161,6 +201,8 @@ def parametrized(module: nn.Module) -> str | None:
     for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
         for part in (parts, *parts) if isinstance(parts, parametrize.ParametrizationList) else (parts,):
             why = tampered(part)
+            if why is None and part.training and isinstance(part, parametrizations._SpectralNorm):
+                why = "moves on whenever the weight is read in training mode: call .eval()"
             own = type(part).__module__.split(".")[0] == "bilip"
             if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:
                 why = "is not one of torch's own"

@@ -79,7 +79,7 @@ class HeldLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, coefficient: float, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
         self.coefficient = _check_coefficient(coefficient)
-        self._cache, self._held_to = EvalCache(), self.coefficient
+        self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
 
     _certificate: Certificate | None = None
 
@@ -139,7 +139,7 @@ class HeldConv2d(nn.Conv2d):
         padding = kernel_size // 2 if padding is None else padding
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.coefficient = _check_coefficient(coefficient)
-        self._cache, self._held_to = EvalCache(), self.coefficient
+        self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
 
     _certificate: Certificate | None = None
 
@@ -151,7 +151,7 @@ class HeldConv2d(nn.Conv2d):
         """The kernel that acts in the place of this one, differentiable in every way torch has."""
         if self.coefficient == math.inf:
             return weight
-        stride = (int(self.stride[0]), int(self.stride[1]))
+        stride = _stride(self)
         weight = _in_range(weight)
         if self.kernel_size == (1, 1) and stride == (1, 1):
             return _shrink(weight, gram_norm(weight.double().flatten(1)[None]), self.coefficient)
@@ -176,16 +176,23 @@ class Certificate:
         weight: The weight.
         bound: At least its operator norm, float64.
         slope: $\nabla_W \log$ of the bound.
+        stride: That of the convolution.
     """
 
     weight: Tensor
     bound: Tensor
     slope: Tensor
+    stride: tuple[int, int] = (1, 1)
 
-    def is_about(self, weight: Tensor) -> bool:
-        """Whether a change from the one weight to the other can be computed."""
+    def is_about(self, layer: Held) -> bool:
+        """Whether a change from the one weight to that of the layer can be computed, and nothing else has changed."""
+        return self.is_like(layer.weight, _stride(layer))
+
+    def is_like(self, weight: Tensor, stride: tuple[int, int]) -> bool:
+        """Whether it speaks about weights of this shape, dtype and place, in a convolution with this stride."""
         mine = self.weight
-        return mine.shape == weight.shape and mine.dtype == weight.dtype and mine.device == weight.device
+        same = mine.shape == weight.shape and mine.dtype == weight.dtype and mine.device == weight.device
+        return same and self.stride == stride
 
     def renew(self, other: Certificate) -> None:
         """Take over what another one says, in the same memory, which a CUDA graph may read."""
@@ -221,13 +228,14 @@ def held_layers(module: nn.Module) -> list[Held]:
 @torch.no_grad()
 def restore_certificate(layer: Held, tensors: Mapping[str, Tensor]) -> None:
     """Give a layer the certificate that was saved as `Certificate.tensors`; one that does not fit, or is not true, is left out."""
-    known = Certificate(*(tensors[name].to(layer.weight.device).clone() for name in ("weight", "bound", "slope")))
+    stride = _stride(layer)
+    parts = (tensors[name].to(layer.weight.device).clone() for name in ("weight", "bound", "slope"))
+    known = Certificate(*parts, stride)
     layer._certificate = None
     kind = torch.promote_types(layer.weight.dtype, torch.float32)
-    fits = known.is_about(layer.weight) and known.bound.shape == () and known.bound.dtype == torch.float64
+    fits = known.is_about(layer) and known.bound.shape == () and known.bound.dtype == torch.float64
     if fits and known.slope.shape == layer.weight.shape and known.slope.dtype == kind:
-        stride = getattr(layer, "stride", (1, 1))
-        found = _certified([known.weight], (int(stride[0]), int(stride[1])))[0][0]
+        found = _certified([known.weight], stride)[0][0]
         if bool(((found - known.bound).abs() <= 1e-9 * found) & known.slope.isfinite().all()):
             layer._certificate = known  # to the last digit, so that training goes on as if it had not stopped
 
@@ -344,8 +352,8 @@ def _held_weight(layer: Held) -> Tensor:
     weight = layer.weight
     if known is not None and known.fits(layer):
         return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
-    if layer._held_to != layer.coefficient:
-        layer._cache, layer._held_to = EvalCache(), layer.coefficient
+    if layer._held_to != (layer.coefficient, _stride(layer)):
+        layer._cache, layer._held_to = EvalCache(), (layer.coefficient, _stride(layer))
     if layer.training and layer.coefficient < math.inf and is_plain(weight) and not weight.is_inference():
         layer._cache.clear()
         known = _known([layer], slack=0.0)[layer]
@@ -403,7 +411,12 @@ def _certificate(layer: Held, fresh: Mapping[Held, Certificate]) -> Certificate:
 
 
 def _is_certified(layer: Held) -> bool:
-    return layer._certificate is not None and layer._certificate.is_about(layer.weight)
+    return layer._certificate is not None and layer._certificate.is_about(layer)
+
+
+def _stride(layer: Held) -> tuple[int, int]:
+    stride = getattr(layer, "stride", (1, 1))
+    return int(stride[0]), int(stride[1])
 
 
 def _groups(layers: Iterable[Held]) -> list[list[Held]]:
@@ -411,7 +424,7 @@ def _groups(layers: Iterable[Held]) -> list[list[Held]]:
     groups: dict[tuple[object, ...], list[Held]] = {}
     for layer in layers:
         weight = layer.weight
-        key = (weight.shape, weight.dtype, weight.device, layer.coefficient, getattr(layer, "stride", None))
+        key = (weight.shape, weight.dtype, weight.device, layer.coefficient, _stride(layer))
         groups.setdefault(key, []).append(layer)
     parts = []
     for group in groups.values():
@@ -438,10 +451,10 @@ def _certificates(layers: Sequence[Held]) -> list[Certificate]:
     if not layers:
         return []
     weights = [layer.weight.detach() for layer in layers]
-    stride = getattr(layers[0], "stride", (1, 1))
-    bounds, slopes = _certified(weights, (int(stride[0]), int(stride[1])))
+    stride = _stride(layers[0])
+    bounds, slopes = _certified(weights, stride)
     return [
-        Certificate(weight.clone(), bound.clone(), slope.clone())
+        Certificate(weight.clone(), bound.clone(), slope.clone(), stride)
         for weight, bound, slope in zip(weights, bounds, slopes, strict=True)
     ]
 

@@ -104,18 +104,22 @@ def read_file(path: str | Path, *, most: int, error: type[BilipError] = InputErr
 
 
 def write_aside(path: str | Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: aside first, then renamed."""
+    """Write a file whole or not at all: aside first, then renamed. Of a link, the file that it leads to.
+
+    Pipes and devices are written to, and so is `/dev/stdout`, whatever it leads to: neither is replaced.
+    """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(path)
     if not target.name:
         raise InputError(f"cannot write {str(path)!r}: expected the name of a file.")
-    aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")  # no other writer's
+    real = target if _is_open_file(target) else Path(os.path.realpath(target))
+    aside = real.with_name(f".{real.name}.{os.getpid()}.{threading.get_ident()}")  # no other writer's
     try:
-        if target.exists() and not target.is_file() and not target.is_dir():  # a pipe or a device is no file to replace
+        if _is_open_file(target) or (target.exists() and not target.is_file() and not target.is_dir()):
             _write_through(target, data)
             return
         aside.write_bytes(data)
-        os.replace(aside, target)
+        os.replace(aside, real)
     except OSError as error:
         raise InputError(f"cannot write {target} ({error.strerror}).") from error
     finally:
@@ -123,12 +127,24 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
             aside.unlink(missing_ok=True)
 
 
+def _is_open_file(target: Path) -> bool:
+    """Whether a name leads to a file that a process holds open, as `/dev/stdout` does."""
+    for _ in range(40):
+        if str(target).startswith(("/proc/", "/dev/fd/")):
+            return True
+        try:
+            target = target.parent / os.readlink(target)
+        except (OSError, ValueError):
+            return False
+    return False
+
+
 def _write_through(target: Path, data: bytes, patience: float = 5.0) -> None:
     """Write to a pipe or a device; a pipe that nobody reads is an error, not a wait without end."""
     end = time.monotonic() + patience
     while True:
         try:
-            handle = os.open(target, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            handle = os.open(target, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0))
             break
         except OSError as error:
             if error.errno != errno.ENXIO or time.monotonic() > end:

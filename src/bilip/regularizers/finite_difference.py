@@ -13,10 +13,10 @@ from bilip._capture import capturing
 from bilip.blocks import ActNorm, Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError
+from bilip.nets.replay import Seeds, draws_numbers
 from bilip.regularizers.penalty import Latent, Penalty
 from bilip.reversible.fingerprint import scales
 from bilip.reversible.function import hold
-from bilip.reversible.replay import Seeds, draws_numbers
 
 __all__ = ["FiniteDifference"]
 

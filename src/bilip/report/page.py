@@ -58,15 +58,12 @@ def to_html(records: Records, *, title: str | None = None) -> str:
         True
     """
     named = _by_name(records)
-    jinja2 = need("jinja2", "the HTML page")
-    loader = jinja2.PackageLoader("bilip.report", "templates")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["held"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with it
+    need("jinja2", "the HTML page")
     markup = need("markupsafe", "the HTML page").Markup
     shelf = Shelf()
     views = [View.of(i, name, record, shelf) for i, (name, record) in enumerate(named.items())]
     heading = title or (f"Audit of {views[0].name}" if len(views) == 1 else f"Audit of {len(views)} models")
-    page = environment.get_template("page.html.j2").render(
+    page = _template().render(
         title=clean(heading, 300),
         views=views,
         titles=USE_TITLES,
@@ -214,6 +211,17 @@ def _json(value: Any) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("bilip.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _template() -> Any:
+    """The page's template, read and compiled once."""
+    import jinja2
+
+    loader = jinja2.PackageLoader("bilip.report", "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["held"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")  # no line begins with it
+    return environment.get_template("page.html.j2")
 
 
 @functools.cache

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 
 from bilip._capture import Flag, capturing
 from bilip.blocks import Bijection
+from bilip.blocks.chain import iterated
+from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw
 from bilip.errors import DriftError
-from bilip.reversible.angle import angle
-from bilip.reversible.coupling import Coupling
-from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import DriftWarning, Watch, anchors_for
-from bilip.reversible.kinks import Signs
-from bilip.reversible.mixing import Mixing
-from bilip.reversible.prepared import Prepared
-from bilip.reversible.replay import (
+from bilip.nets.replay import (
     Advance,
     Conditions,
     Seeds,
@@ -33,6 +28,14 @@ from bilip.reversible.replay import (
     modes_again,
     versions_of,
 )
+from bilip.nets.spectral import again, held_layers, held_now, held_together
+from bilip.reversible.angle import angle
+from bilip.reversible.coupling import Coupling
+from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
+from bilip.reversible.guard import DriftWarning, Watch, anchors_for
+from bilip.reversible.kinks import Signs
+from bilip.reversible.mixing import Mixing
+from bilip.reversible.prepared import Prepared
 from bilip.reversible.together import sizes
 from bilip.reversible.unit import Grads, Pulled, Unit
 
@@ -78,6 +81,7 @@ class Call:
         self.draws = [any(map(draws_numbers, unit.modules)) for unit in self.units]
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
         self.advances: list[list[Advance]] = [[] for _ in self.units]
+        self.drawn: dict[int, dict[Roulette, int] | None] = {}  # by unit: numbers of terms that were drawn before it
         self.prepared = Prepared(self.units, inverse=self.inverse)
         self.dtype = torch.float32  # of the state, known when it runs
         self.overflowed = False  # the repaired gradient met an activation that is not finite
@@ -98,8 +102,12 @@ class Call:
         logs: list[Tensor] = []
         stored: list[Tensor] = []
         own = False
-        with self.prepared:
+        self.drawn[-1] = drawn_now()
+        nets = [net for unit in self.units if (net := iterated(unit.block)) is not None]
+        with self.prepared, one_draw(), held_together(layer for net in nets for layer in held_layers(net)):
+            self.held = held_now(self.bijection)
             for k, unit in enumerate(self.units):
+                self.drawn[k] = drawn_now()
                 matrices = self.prepared.matrices(k, log_det=self.log_det)
                 if not self.checkpoint:
                     self.prepared.before_the_walk(k, x)
@@ -171,6 +179,8 @@ class Call:
         with (
             modes_again(self.modes),
             self.seeds.again(-1),
+            drawn_again(self.drawn[-1]),
+            again(self.held),
             self.conditions.again(),
             frozen_statistics(norms),
             buffers_again(list(first.values())),
@@ -276,6 +286,8 @@ class Call:
         """As it was when unit `k` ran: random numbers, autocast, buffers; running statistics stay."""
         with (
             self.seeds.again(k),
+            drawn_again(self.drawn[k]),
+            again(self.held),
             self.conditions.again(),
             frozen_statistics(self.norms[k]),
             buffers_again(self.advances[k]),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilip.errors import InputError
+from bilip.nets.replay import hooks_wait
 from bilip.reversible.call import Backward, Call
 
 __all__ = ["MemorySaving", "hold"]
@@ -149,13 +150,15 @@ def _vjp(
         asked = [k for k in range(count) if wanted[k] and inputs[k] is not None and inputs[k].requires_grad]
         found: list[Tensor | None] = [None] * len(tensors)
         if pairs and asked:
-            values = torch.autograd.grad(
-                [o for o, _ in pairs],
-                [inputs[k] for k in asked],
-                [g for _, g in pairs],
-                create_graph=True,
-                allow_unused=True,
-            )
+            wanted_tensors = [inputs[k] for k in asked]
+            with hooks_wait(wanted_tensors):
+                values = torch.autograd.grad(
+                    [o for o, _ in pairs],
+                    wanted_tensors,
+                    [g for _, g in pairs],
+                    create_graph=True,
+                    allow_unused=True,
+                )
             for k, value in zip(asked, values, strict=True):
                 found[k] = value
     return tuple(found)

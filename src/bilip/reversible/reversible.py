@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from bilip._capture import Flag
 from bilip.adapters import as_bijection
@@ -15,6 +16,7 @@ from bilip.blocks import Bijection
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box
 from bilip.errors import CheckpointError, InputError
+from bilip.nets.readable import is_itself
 from bilip.reversible.call import Call
 from bilip.reversible.function import MemorySaving
 from bilip.reversible.guard import Guard, GuardReport, Watch
@@ -161,10 +163,12 @@ class Reversible(Bijection):
         return MemorySaving.apply(call, x, context, *parameters, *outside), call
 
     def _swapped(self) -> bool:
-        """Whether tensors stand in for parameters: torch.func.functional_call, or a replica of DataParallel. Those store."""
+        """Whether tensors stand in for parameters: torch.func.functional_call, or a replica of DataParallel; or parameters have no shape
+        before this call. Those store.
+        """
         if getattr(self, "_is_replica", False):
             return True
-        return any(not isinstance(p, nn.Parameter) for p in self.bijection.parameters())
+        return any(not isinstance(p, nn.Parameter) or is_lazy(p) for p in self.bijection.parameters())
 
     # ---- the guard
 
@@ -212,7 +216,7 @@ class Reversible(Bijection):
     # ---- everything else is the bijection's
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
-        return self.bijection.parts(name)
+        return self.bijection.parts(name) if is_itself(self) else super().parts(name)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return self.bijection.out_shape(shape)

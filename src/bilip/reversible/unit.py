@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
+from bilip.nets.replay import hooks_wait
 from bilip.reversible.fingerprint import Fingerprint, Print
 
 __all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "pull"]
@@ -245,9 +246,10 @@ def pull(
             "the bijection, and has not done so when this Reversible was first called: its gradient would be lost. Register "
             "it as a parameter of the block, hand it in as context, or use Reversible(..., memory='stored')."
         )
-    found = torch.autograd.grad(
-        [o for o, _ in live], inputs, [g for _, g in live], allow_unused=True, retain_graph=bool(outside) or None
-    )
+    with hooks_wait(inputs):
+        found = torch.autograd.grad(
+            [o for o, _ in live], inputs, [g for _, g in live], allow_unused=True, retain_graph=bool(outside) or None
+        )
     grad = torch.zeros_like(point) if found[0] is None else found[0]
     own = [*parameters, *outside]
     named = {p: g for p, g in zip(own, found[1:], strict=False) if g is not None}

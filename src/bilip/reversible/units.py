@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
 from bilip.blocks.on_kept import OnKept
+from bilip.nets.readable import is_itself, tampered
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.mixing import Mixing
 from bilip.reversible.unit import Generic, Kept, Rearranging, Unit
@@ -53,5 +54,6 @@ def _is_free(part: Bijection | None, features: int | None = None) -> bool:
 
 
 def _plain(part: Bijection) -> bool:
-    """Whether nobody watches or changes the calls of a block, so that it may be evaluated in another way."""
-    return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+    """Whether a block, with its partition and scale, does what its class says, so that it may be evaluated in another way."""
+    parts = (getattr(part, name, None) for name in ("partition", "scale"))
+    return is_itself(part) and all(inner is None or tampered(inner) is None for inner in parts)

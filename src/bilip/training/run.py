@@ -16,9 +16,9 @@ from bilip.blocks import ActNorm, Residual, Roulette
 from bilip.blocks.actnorm import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError
+from bilip.nets.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, restore_certificate
 from bilip.reversible import Reversible
-from bilip.reversible.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.training.average import Average
 from bilip.training.log import Log
 from bilip.training.machines import own_rows

@@ -13,10 +13,10 @@ from bilip._capture import Flag, noting
 from bilip.blocks import Residual, Roulette
 from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
+from bilip.nets.replay import batch_norms
 from bilip.nets.spectral import Certificate, HeldConv2d, HeldLinear, certify_anew, held_layers
 from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
-from bilip.reversible.replay import batch_norms
 from bilip.training.average import Average
 from bilip.training.settings import Settings
 from bilip.training.task import Objective, Task
@@ -268,7 +268,7 @@ class CapturedStep:
         for layer in self.layers:
             mine, now = self.certificates.get(layer), layer._certificate
             if mine is not None and now is not mine:
-                if now is not None and now.is_about(mine.weight):
+                if now is not None and now.is_like(mine.weight, mine.stride):
                     mine.renew(now)  # somebody else has certified the layer meanwhile
                 layer._certificate = mine
         certify_anew(self.layers, in_place=True)

@@ -20,6 +20,7 @@ __all__ = [
     "buffers_again",
     "draws_numbers",
     "frozen_statistics",
+    "hooks_wait",
     "modes_again",
     "versions_of",
 ]
@@ -124,7 +125,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [
         part
         for part in module.modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part.track_running_stats
     ]
 
 
@@ -169,7 +170,7 @@ class Snapshot:
             (part, name, buffer, buffer.detach().clone(), buffer._version)
             for module in modules
             for part in module.modules()
-            if not _is_still(part) and (statistics or not isinstance(part, nn.modules.batchnorm._NormBase))
+            if not _is_still(part) and (statistics or not isinstance(part, nn.modules.batchnorm._BatchNorm))
             for name, buffer in part._buffers.items()
             if buffer is not None and not buffer.is_inference()
         ]
@@ -232,3 +233,26 @@ def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, mode in changed:
             module.training = mode
+
+
+@contextlib.contextmanager
+def hooks_wait(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the hooks of these tensors (`Tensor.register_hook`) do not run: what is differentiated inside a backward pass is a part of
+    a gradient, and the hooks see the whole of it when that arrives.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> _ = weight.register_hook(lambda grad: 10 * grad)
+        >>> with hooks_wait([weight]):
+        ...     part = torch.autograd.grad((2 * weight).sum(), weight)[0]
+        >>> part, torch.autograd.grad((2 * weight).sum(), weight)[0]
+        (tensor([2.]), tensor([20.]))
+    """
+    waiting = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    for hooks, _ in waiting:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in waiting:
+            hooks.update(before)
