@@ -250,7 +250,7 @@ class _Tally:
             source.name,
             values=values,
             rows=tuple(
-                {"sample": k, "l2": l2, "relative": relative, "finite": math.isfinite(relative)}
+                {"sample": source.row(k), "l2": l2, "relative": relative, "finite": math.isfinite(relative)}
                 for relative, k, l2, _, _ in self.worst
             ),
             histograms={"relative": self.relative, "latent_relative": self.latent, "after_relative": self.after},
@@ -268,6 +268,7 @@ class _Tally:
             for image, title in ((x, "input"), (back, "reconstruction")):
                 if image.shape != x.shape:
                     continue
-                alt = f"{title} {k} of {source.name}, relative error {relative:.2g}, {broken} broken pixels"
-                found.append(picture(image, range_.low, range_.high, f"{title} {k}", alt, f"{source.name} {k}"))
+                row = source.row(k)
+                alt = f"{title} {row} of {source.name}, relative error {relative:.2g}, {broken} broken pixels"
+                found.append(picture(image, range_.low, range_.high, f"{title} {row}", alt, f"{source.name} {row}"))
         return tuple(found)
