@@ -135,7 +135,8 @@ class Check:
         if self.quantity.unit == "flag":
             return f"{_capital(label)}."
         if self.bad is None:
-            spread = f" (± {(self.high - self.low) / 2:.2g})" if self.high > self.low else ""
+            apart = (self.high - self.low) / 2
+            spread = f" (± {apart:.2g})" if not apart <= 0.01 * self.limit else ""
             allowed = "at least" if self.quantity.better == "higher" else "at most"
             if self.quantity.unit == "share":
                 return f"{_capital(label)}{where}: {_percent(self.value)} ({allowed} {_percent(self.limit)} allowed)."
@@ -282,7 +283,13 @@ def _no_stored(m: Measurement) -> bool:
 
 
 def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str]) -> str:
-    """For a model that is safe to invert on its data: where it is not."""
+    """Beside a safe verdict: where a model that is safe to invert on its data is not, at how many points a log-determinant was checked."""
+    if use in ("likelihood", "ood-likelihood"):
+        found = [m for m in measurements if m.probe == "log_det" and m.source in names and m.measured]
+        points = min((int(m.get("slogdet_samples") or 0) for m in found), default=0)
+        return (
+            f" The log-determinant is that of the Jacobian at {points:,} point{'s' * (points != 1)}." if points else ""
+        )
     if use != "inversion":
         return ""
     lost = [
