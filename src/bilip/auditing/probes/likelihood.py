@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
+from bilip.auditing.digits import Digits
 from bilip.auditing.guarded import Outcome
-from bilip.auditing.looks import Looks, Watch
+from bilip.auditing.looks import Looks, Watch, share_interval
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
 from bilip.auditing.subject import Subject
@@ -32,7 +34,8 @@ class Likelihood(Probe):
 
     A sample is *bad* when the two differ by more than $10^{-3} (d + |\log p|)$, or the model's is NaN, or one is infinite and the
     other not. The reference itself is computed again with the last bit of the input changed; where it moves by more than a quarter of
-    the tolerance, the sample is *unknown*. A log-likelihood that is itself an estimate is compared under the same random draws, so
+    the tolerance, the sample is *unknown*. If these decide, log p of a few of them is computed with as many digits as it takes, and counts
+    for as many of the others as that excludes. A log-likelihood that is itself an estimate is compared under the same random draws, so
     that its spread is not taken for an error; the spread is stated.
 
     Up to 128 dimensions every sample gets its reference. Beyond, those do that look suspicious (their log p moves when the input is
@@ -46,6 +49,7 @@ class Likelihood(Probe):
         part: Tolerance, as a part of d + |log p|.
         referenced: Samples with a reference although nothing looks suspicious; `None` for all.
         looks: When to look at the share of bad samples, and to stop; by default all samples are read.
+        digits: Largest number of samples computed with more digits than float64 has.
 
     Example:
         >>> from bilip import Flow
@@ -70,6 +74,8 @@ class Likelihood(Probe):
         Quantity("count", "samples", "count"),
         Quantity("bad", "samples with a wrong log p", "count", "lower"),
         Quantity("unknown", "samples without a stable reference", "count", "lower"),
+        Quantity("digits_tried", "of them computed with more digits", "count"),
+        Quantity("digits_bad", "of these with a wrong log p", "count", "lower"),
         Quantity("look", "number of the last look", "count"),
         Quantity("referenced", "samples held against the reference", "count"),
         Quantity("share_non_finite", "share of log p that is NaN or Inf", "share", "lower"),
@@ -94,8 +100,10 @@ class Likelihood(Probe):
         part: float = 1e-3,
         referenced: int | None = 64,
         looks: Looks | None = None,
+        digits: int = 4,
     ) -> None:
         self.limit, self.batch, self.part, self.referenced, self.looks = limit, batch, part, referenced, looks
+        self.digits = digits
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object]:
@@ -105,6 +113,7 @@ class Likelihood(Probe):
             "part": task.log_prob,
             "referenced": budget.referenced,
             "looks": task.looks,
+            "digits": 2 * budget.log_dets,
         }
 
     def _measure(self, subject: Subject, source: Source) -> Finding:
@@ -142,7 +151,17 @@ class Likelihood(Probe):
                     watch.bad += self._compare(reference, past, known, rest, tally)
                 tally.skipped.clear()
             self.progress(watch.progress)
+        if tally.unknown and not tally.draws and self._open(tally, watch):
+            tally.climb(reference.subject, self.digits, self.progress)
         return tally.finding(self, source, watch, spread, base=subject.base is not None, own=reference.own)
+
+    def _open(self, tally: _Tally, watch: Watch) -> bool:
+        """Whether the samples without a reference decide."""
+        if self.looks is None:
+            return True
+        low, _ = share_interval(tally.bad, tally.count, watch.look)
+        _, high = share_interval(tally.bad + tally.unknown, tally.count, watch.look)
+        return low <= self.looks.allowed < high
 
     def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -172,6 +191,9 @@ class Likelihood(Probe):
             unknown = bad & torch.isfinite(value) & ~stable
             bad &= ~unknown
         tally.add(batch, rows, value, exact, error, allowed, bad, unknown)
+        if bool(unknown.any()) and len(tally.unsure) < self.digits:
+            wide = [None] * int(unknown.sum()) if context is None else list(context[unknown].split(1))
+            tally.unsure += zip(x[unknown].split(1), wide, value[unknown].tolist(), strict=True)
         if surprise and bool(bad.any()):
             tally.surprised = True
         return int(bad.sum())
@@ -214,6 +236,10 @@ class _Tally:
     said: list[Outcome] = field(default_factory=list)
     skipped: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
     failing: list[Batch] = field(default_factory=list)
+    unsure: list[tuple[Tensor, Tensor | None, float]] = field(default_factory=list)
+    digits_tried: int = 0
+    digits_bad: int = 0
+    notes: list[str] = field(default_factory=list)
     worst: tuple[float, float, float] = (-1.0, math.nan, math.nan)
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
@@ -248,6 +274,21 @@ class _Tally:
             at = rows.nonzero().flatten()[wrong]
             self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
 
+    def climb(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
+        """Compute a few samples without a stable reference with more digits."""
+        digits = None
+        for x, context, value in self.unsure[:most]:
+            try:
+                digits = digits or Digits(reference)
+                true = digits.log_prob(x, context)
+            except NotMeasured as why:
+                self.notes.append(f"not computed with more digits: {why}")
+                return
+            self.digits_tried += 1
+            self.digits_bad += not abs(value - true) <= self.part * (self.size + abs(true))
+            self.worst = (math.inf, value, true)
+            progress(1.0)
+
     def finding(
         self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool, own: bool
     ) -> Finding:
@@ -258,6 +299,7 @@ class _Tally:
         if self.failing:
             failing = Batch(torch.cat([b.x for b in self.failing]), torch.cat(contexts) if contexts else None, 0)
         notes = [] if base else ["the model has no base distribution: the log-determinant stands for log p"]
+        notes += self.notes
         if self.referenced < self.count:
             rest = self.count - self.referenced
             notes.append(
@@ -271,6 +313,8 @@ class _Tally:
                     "count": self.count,
                     "bad": self.bad,
                     "unknown": self.unknown,
+                    "digits_tried": self.digits_tried,
+                    "digits_bad": self.digits_bad,
                     "share_bad": self.bad / self.count,
                     "look": watch.look,
                     "referenced": self.referenced,
