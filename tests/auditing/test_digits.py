@@ -34,8 +34,8 @@ class Chaos(nn.Module):
         return torch.cat((a, b), 1)
 
 
-def chaos(layers=60, gain=10.0):
-    return bilip.Flow(bilip.as_bijection(Chaos(layers, gain), shape=(2,)), shape=(2,))
+def chaos(size=2, layers=60, gain=10.0):
+    return bilip.Flow(bilip.as_bijection(Chaos(layers, gain), shape=(size,)), shape=(size,))
 
 
 def by_hand(flow, x):
@@ -90,9 +90,12 @@ def test_splines_indices_and_writing_in_place_are_followed():
 
 def test_a_chaotic_flow_is_unsafe_although_float64_is_no_reference():
     torch.manual_seed(0)
-    record = bilip.audit(chaos(), torch.randn(300, 2), budget="quick", probes=["consistency", "likelihood", "log_det"])
+    record = bilip.audit(
+        chaos(8), torch.randn(1300, 8), budget="quick", probes=["consistency", "likelihood", "log_det"]
+    )
     m, verdict = record.find("likelihood")[0], record.verdicts["likelihood"]
-    assert m["unknown"] > 0.9 * m["count"]
+    assert m["unknown"] > 0.95 * m["count"]
+    assert m["bad"] < 0.02 * m["count"]  # two orders of float64 agree by chance: that decides nothing
     assert m["digits_tried"] == 4
     assert m["digits_bad"] >= 3
     assert verdict.status.value == "unsafe", verdict.reason

@@ -140,10 +140,10 @@ class _Shadows(TorchDispatchMode):
         floats = [t for t in given if t.is_floating_point()]
         if name == "_local_scalar_dense" and floats:
             self.lossy(args[0])
-        if not floats or func.is_view or name in _AS_IT_IS:
+        if not floats or func.is_view or name in _AS_IT_IS.split():
             return func(*args, **kwargs)
         bare = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-        if bare in _MOVES:
+        if bare in _MOVES.split():
             numbers = self._moved(func, args, kwargs)
         elif bare in self.unary:
             numbers = self.unary[bare](self.read(args[0]), *args[1:], **kwargs)
@@ -227,54 +227,14 @@ def _float(value: Any) -> float:
 
 # ---- what is known
 
-_AS_IT_IS = frozenset(
-    [
-        "detach",
-        "alias",
-        "lift_fresh",
-        "_unsafe_view",
-        "set_",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "_local_scalar_dense",
-    ]
-)
-_MOVES = frozenset(
-    [
-        "clone",
-        "cat",
-        "stack",
-        "index",
-        "index_select",
-        "index_put",
-        "index_copy",
-        "gather",
-        "scatter",
-        "where",
-        "repeat",
-        "flip",
-        "roll",
-        "constant_pad_nd",
-        "masked_fill",
-        "masked_select",
-        "masked_scatter",
-        "copy",
-        "_to_copy",
-        "fill",
-        "zero",
-        "tril",
-        "triu",
-        "diag_embed",
-        "_unsafe_index",
-        "take",
-    ]
-)
+_AS_IT_IS = """
+detach alias lift_fresh _unsafe_view set_ empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full
+_local_scalar_dense
+"""
+_MOVES = """
+clone cat stack index index_select index_put index_copy gather scatter where repeat flip roll constant_pad_nd masked_fill masked_select
+masked_scatter copy _to_copy fill zero tril triu diag_embed _unsafe_index take
+"""
 _FILLS = ("value", "other", "self")  # arguments of theirs that are numbers
 
 
