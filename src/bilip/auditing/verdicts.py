@@ -147,6 +147,9 @@ class Check:
             wrong = int(self.measurement["digits_bad"])
             counted += f", and of {unknown:,} for which float64 is no reference {wrong} of {tried} that were computed with more digits"
         allowed = f"({_percent(self.limit)} allowed)"
+        referenced = self.measurement.get("referenced")
+        if referenced is not None and 0 < int(referenced) < self.count and not tried:
+            counted += f" ({int(referenced):,} of them held against float64, the others look sound without)"
         if self.status == Status.SAFE:
             return f"{counted}, at most {_percent(self.high)} with 99 % confidence {allowed}."
         between = f"{_percent(self.low)} to {_percent(self.high)} with 99 % confidence"

@@ -16,15 +16,16 @@ from bilip.auditing.guarded import Outcome
 from bilip.auditing.looks import Looks, Watch, share_interval
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, parameter_count
 from bilip.data import Batch, Source
-from bilip.errors import NotMeasured
+from bilip.errors import NotMeasured, said_by
 from bilip.record import Histogram, Measurement, Quantity
 
 __all__ = ["Likelihood"]
 
 _SMALL = 128  # up to so many dimensions every sample gets its reference
 _SUSPICIOUS = 0.05  # of the tolerance: a sample whose log p moves by more when its input is rounded anew
+_CHEAP = 4e9  # weights times samples, where a list of features is as large as an image and its nets are not
 _FEW = 32  # samples that tell whether log p is drawn
 _STABLE = 0.25  # of the tolerance: a reference that moves by more when it is shaken is none
 
@@ -38,8 +39,9 @@ class Likelihood(Probe):
     for as many of the others as that excludes. A log-likelihood that is itself an estimate is compared under the same random draws, so
     that its spread is not taken for an error; the spread is stated.
 
-    Up to 128 dimensions every sample gets its reference. Beyond, those do that look suspicious (their log p moves when the input is
-    rounded anew), and `referenced` of the rest; if one of these is bad, all follow.
+    Up to 128 dimensions every sample gets its reference, and beyond where samples are lists of features and nets are small. Else those
+    do that look suspicious (their log p moves when the input is rounded anew), and `referenced` of the rest; if one of these is bad, all
+    follow.
 
     Without a base distribution the log-determinant takes the place of log p.
 
@@ -120,8 +122,10 @@ class Likelihood(Probe):
         if not subject.has_log_det:
             raise NotMeasured("the model states no log-determinant")
         reference = Reference(subject)
+        _as_stated(subject, source, self.part)
         size, total = math.prod(source.shape), min(source.count, self.limit or source.count)
         everyone = self.referenced is None or size <= _SMALL
+        everyone |= len(source.shape) == 1 and parameter_count(subject.bijection) * min(total, self.batch * 4) <= _CHEAP
         tally, watch, spread = _Tally(self.part, size), Watch(self.looks, total, self.batch), math.nan
         for start, stop in watch:
             batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
@@ -197,6 +201,39 @@ class Likelihood(Probe):
         if surprise and bool(bad.any()):
             tally.surprised = True
         return int(bad.sum())
+
+
+@torch.no_grad()
+def _as_stated(subject: Subject, source: Source, part: float) -> None:
+    """Refuse to judge a log-determinant where a user's own module has a `log_prob` that is something else."""
+    stated = subject.stated_log_prob
+    if stated is None:
+        return
+    batch = source.first(_FEW, dtype=subject.dtype, device=subject.device)
+    given = (batch.x,) if batch.context is None else (batch.x, batch.context)
+    outcome = subject.forward_and_log_det(batch.x, batch.context)
+    z, log_det = outcome.values[0].double().flatten(1), outcome.values[1].double()
+    base = -0.5 * (z.square().sum(1) + z.shape[1] * math.log(2 * math.pi))
+    try:
+        value = stated(*given).double()
+    except Exception as error:  # a user's code may raise anything
+        raise NotMeasured(f"log_prob of {subject.name} raised {said_by(error):.300}") from error
+    if value.shape != base.shape:
+        raise NotMeasured(
+            f"log_prob of {subject.name} has shape {tuple(value.shape)}: expected one number for each sample"
+        )
+
+    def same(other: Tensor) -> bool:
+        known = torch.isfinite(other) & torch.isfinite(value)
+        return bool(((other - value).abs() <= tolerance(other, z.shape[1], part))[known].all())
+
+    if same(base + log_det):
+        return
+    wrong = "it leaves out the log-determinant" if same(base) else "it has another base, or is wrong"
+    raise NotMeasured(
+        f"log_prob of {subject.name} is not log N(z; 0, 1) + log_det, {float(value[0]):.6g} and {float((base + log_det)[0]):.6g} at the "
+        f"first sample: {wrong}. With another base pass bilip.Flow(bilip.as_bijection(model), base=...), which the audit can call"
+    )
 
 
 def _spread(subject: Subject, batch: Batch) -> float:
