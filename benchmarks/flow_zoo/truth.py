@@ -154,6 +154,16 @@ def relative(x: Tensor, other: Tensor, typical: float) -> Tensor:
     return (apart / _norm(x).clamp_min(typical)).nan_to_num(math.inf, math.inf)
 
 
+def _units(x: Tensor) -> Tensor:
+    """The size of each feature: the median of |x_j| over what is not 0; 1 for images, whose pixels have one unit."""
+    if x.ndim != 2:
+        return torch.ones(())
+    size = x.double().abs()
+    found = torch.where(size > 0, size, torch.nan).nanmedian(0).values
+    known = found[torch.isfinite(found)]
+    return found.nan_to_num(float(known.median()) if len(known) else 1.0)
+
+
 def _typical(x: Tensor) -> float:
     size = _norm(x)
     size = size[torch.isfinite(size) & (size > 0)]
@@ -214,12 +224,13 @@ class Judge:
     # ---- inversion
 
     def inversion(self, x: Tensor, context: Context, seconds: float) -> dict[str, Any]:
-        tally, typical = Count(), _typical(x)
+        units = _units(x)
+        tally, typical = Count(), _typical(x.double() / units)
         for rows in _chunks(len(x), seconds, self.chunk, tally):
             given, some = x[rows], None if context is None else context[rows]
             z = attempt(lambda x, c: self.view.encode(x, c)[0], given, some, self.latent)
             back = attempt(self.view.decode, z, some, tuple(x.shape[1:]))
-            tally.bad += int((~(relative(given, back, typical) <= RELATIVE)).sum())
+            tally.bad += int((~(relative(given.double() / units, back / units, typical) <= RELATIVE)).sum())
         return tally.told()
 
     # ---- sampling
@@ -237,7 +248,7 @@ class Judge:
                 z = self.view.base_sample(rows.stop - rows.start, some)
             x = attempt(self.view.decode, z, some, shape)
             finite = torch.isfinite(x.flatten(1)).all(1)
-            bad, unknown, beyond = self._wrong(x, z, some, finite)
+            bad, unknown, beyond = self._wrong(x, z, some, finite, _units(data))
             bad |= ~finite
             tally.bad += int(bad.sum())
             tally.unknown += int((unknown & ~bad).sum())
@@ -253,7 +264,9 @@ class Judge:
                 told[0][budget] = "borderline"
         return told[0] | {"outside": outside[0], "held_out_outside": excused[0], "wrong": tally.bad}
 
-    def _wrong(self, x: Tensor, z: Tensor, context: Context, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _wrong(
+        self, x: Tensor, z: Tensor, context: Context, finite: Tensor, units: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Samples that are neither the inverse of their latent nor encoded to it."""
         none = torch.zeros(len(x), dtype=torch.bool)
         typical = _typical(z)
@@ -274,9 +287,9 @@ class Judge:
             there = torch.isfinite(exact.flatten(1)).all(1)
             again = attempt(encode(self.wide), exact.nan_to_num(0.0, 0.0, 0.0), some, self.latent)
             inverse = there & (relative(zr, again, typical) <= RELATIVE)  # else the decoding is not the inverse
-            size = _typical(exact[there]) if bool(there.any()) else 1.0
-            forward = relative(exact.nan_to_num(0.0, 0.0, 0.0), x[rows], size)
-            moved = self._moved(lambda v: v.decode, zr, some, exact, tuple(x.shape[1:]), size, exact)
+            size = _typical(exact[there] / units) if bool(there.any()) else 1.0
+            forward = relative(exact.nan_to_num(0.0, 0.0, 0.0) / units, x[rows] / units, size)
+            moved = self._moved(lambda v: v.decode, zr, some, exact, tuple(x.shape[1:]), size, exact, units)
             bad_fore, unknown_fore, _ = _judge(forward, moved, torch.tensor(RELATIVE))
             bad_fore, unknown_fore = bad_fore | ~inverse, unknown_fore & inverse
         bad, unknown = none.clone(), none.clone()
@@ -295,12 +308,13 @@ class Judge:
         like: tuple[int, ...],
         typical: float,
         scale: Tensor,
+        units: Tensor | float = 1.0,
     ) -> Tensor:
         """How far the last bits of float64 move a result, as a relative error."""
         found = torch.zeros(len(x), dtype=torch.float64)
         for k, twin in enumerate(self.shaken):
             other = attempt(pick(twin), _shaken(x, torch.Generator().manual_seed(k)), context, like)
-            apart = _norm(other - value) / _norm(scale).clamp_min(typical)
+            apart = _norm((other - value) / units) / _norm(scale / units).clamp_min(typical)
             found = torch.maximum(found, apart.nan_to_num(math.inf, math.inf))
         return found
 

@@ -5,7 +5,7 @@ import torch
 
 import bilip
 from bilip.adapters import as_bijection
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, typical
 from bilip.errors import ContractViolation
 from bilip.probes import Attack, Precision, Reconstruction, StabilityMonitor
 from bilip.testing import assert_invertible
@@ -36,7 +36,7 @@ def test_all_measure_the_same_error():
     torch.manual_seed(0)
     x = torch.randn(64, 3) * torch.tensor([1e-3, 1.0, 1.0])
     model = as_bijection(lambda x: x, inverse=lambda z: z + 1e-2 * z.roll(1, 0), log_det=lambda x: torch.zeros(len(x)))
-    expected = float(distances(x, x + 1e-2 * x.roll(1, 0)).relative.max())
+    expected = float(distances(x, x + 1e-2 * x.roll(1, 0), typical(x)).relative.max())
     assert Reconstruction().measure(model, x)["relative_max"] == pytest.approx(expected, rel=1e-5)
     assert StabilityMonitor(model, x, spectrum=False).measure(0).relative_max == pytest.approx(expected, rel=1e-5)
     assert_invertible(model, x, tolerance=1.001 * expected)
@@ -57,3 +57,26 @@ def test_the_audit_does_not_contradict_itself_on_small_data():
     record = bilip.audit(flow, 1e-5 * torch.randn(64, 4), budget="quick", probes=["reconstruction", "precision"])
     assert record.find("reconstruction")[0]["share_wrong"] == 1
     assert record.find("precision")[0]["cure"] == "none"
+
+
+def test_a_feature_of_tiny_scale_is_measured_in_its_own_unit():
+    """The inverse loses a column of size 1e-5 beside others of size 1: of the whole sample that is 1e-5, of the column everything."""
+    torch.manual_seed(0)
+    units = torch.tensor([1.0, 1.0, 1e-5])
+    kept = torch.tensor([1.0, 1.0, 0.0])
+    x = torch.randn(700, 3) * units
+    model = as_bijection(
+        lambda x: x / units, inverse=lambda z: z * units * kept, log_det=lambda x: torch.full((len(x),), 11.5129)
+    )
+    record = bilip.audit(bilip.Flow(model, shape=(3,)), x, budget="quick", probes=["reconstruction", "sampling"])
+    assert record.find("reconstruction")[0]["share_bad"] > 0.9
+    assert record.find("sampling")[0]["share_bad"] > 0.9
+    assert StabilityMonitor(model, x, spectrum=False).measure(0).relative_max > 0.5
+    with pytest.raises(ContractViolation):
+        assert_invertible(model, x)
+
+
+def test_features_that_are_zero_everywhere_do_no_harm():
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.0, 1e3])
+    found = distances(x, x + torch.tensor([1e-6, 1e-6, 1e-3]), typical(x)).relative
+    assert bool((found < 1e-5).all() and (found > 1e-7).all())

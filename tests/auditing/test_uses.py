@@ -343,7 +343,7 @@ def test_a_forgotten_layer_of_784_dimensions_is_found_exactly():
         m = LogDet(8, samples=1).measure(RealNVP(784, 2, forgotten), x)
         assert m["method"] == "exact"
         assert m["slogdet_error_max"] == pytest.approx(forgotten, abs=1e-6)
-        assert m["slogdet_error_max_uncertainty"] == 0
+        assert m["slogdet_error_max_uncertainty"] < 1e-9
 
 
 def test_large_blocks_with_a_structure_have_exact_log_determinants():

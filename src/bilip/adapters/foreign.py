@@ -15,7 +15,7 @@ from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
-from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz
+from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz, said_by
 from bilip.nets.readable import tampered
 
 # Libraries of which some blocks have a twin.
@@ -158,7 +158,15 @@ class Foreign(Bijection):
         twin = copy.deepcopy(self).eval()
         like = reference(self)
         x = torch.full((2, *shape), 0.5, dtype=like.dtype, device=like.device)
-        return tuple((twin.inverse if inverse else twin.forward)(x).shape[1:])
+        try:
+            return tuple((twin.inverse if inverse else twin.forward)(x).shape[1:])
+        except BilipError:
+            raise
+        except Exception as error:  # a model may raise anything
+            raise InputError(
+                f"{self.kind}: what shape comes out is found by a run without a context, which raised {said_by(error):.300}. For a "
+                "conditional model pass the shape of its latents: bilip.Flow(model, shape=...)."
+            ) from error
 
     # ---- proofs, by the twin
 

@@ -301,7 +301,8 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject:
     found: dict[str, Source] = {}
     for label, value in table.items():
         name = str(label) if isinstance(given, Mapping) or not isinstance(value, Source) else value.name
-        found[name] = source_for(subject, name, value, role="ood" if name in ood else None, most=budget.samples)
+        source = source_for(subject, name, value, role="ood" if name in ood else None, most=budget.samples)
+        found[name] = source.shuffled(seed)  # what is counted on a part of the samples speaks for all of them
     first = next(iter(found.values()))
     for source in found.values():
         if source.shape != first.shape:

@@ -62,6 +62,9 @@ def _log_det(m: Measurement, measurements: Sequence[Measurement]) -> str:
     text = (
         f"The claimed log-determinant is {float(m['claimed']):.6g}, that of the Jacobian {float(m['measured']):.6g}. "
     )
+    off, points = int(m.get("slogdet_off") or 0), int(m.get("slogdet_samples") or 0)
+    if 0 < off < points:
+        text += f"So it is at {off:,} of the {points:,} points that were compared, not everywhere. "
     if block:
         text += f"Block {block} claims one that is not that of its own Jacobian. "
     return text + (

@@ -5,6 +5,9 @@ $$\frac{|x - \hat x|}{\max(|x|, r)}$$
 with Euclidean norms over all entries of a sample, in float64 whatever the model's dtype, and $r$ the median of $|x|$ over the samples
 at hand: the source where there is one, else the batch. A sample near zero is measured by its neighbours, data of size 1e-5 by their
 own size, and no outlier moves $r$.
+
+Where samples are lists of features, each feature of x and of its reconstruction is first divided by its own size, the median of $|x_j|$: a
+column of size 1e-5 that is lost is not hidden by another of size 1. Pixels have one unit, and so have latents.
 """
 
 from __future__ import annotations
@@ -14,7 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Distances", "distances", "norms", "typical_norm"]
+from bilip.data import Source
+
+__all__ = ["Distances", "Typical", "distances", "norms", "typical", "typical_norm"]
+
+_ENOUGH = 16  # samples that tell the size of a feature
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,49 @@ def typical_norm(x: Tensor) -> float:
     return float(known.median()) if len(known) else 1.0
 
 
-def distances(x: Tensor, other: Tensor, typical: float | None = None) -> Distances:
+@dataclass(frozen=True)
+class Typical:
+    """What samples are measured by.
+
+    Attributes:
+        norm: Median norm of a sample, in units of `scale`; `None` for that of the batch.
+        scale: Size of each feature, float64, where samples are lists of features; `None` for images.
+    """
+
+    norm: float | None
+    scale: Tensor | None = None
+
+
+def typical(x: Tensor | Source) -> Typical:
+    """The sizes of some samples: of a source, from at most 1,024 samples spread over it, or of a batch.
+
+    Fewer than 16 samples do not tell the sizes of their features; those count as equal.
+
+    Example:
+        >>> found = typical(torch.tensor([[1.0, 1e-5]]).repeat(20, 1))
+        >>> found.scale, round(found.norm, 4)
+        (tensor([1.0000e+00, 1.0000e-05], dtype=torch.float64), 1.4142)
+    """
+    if isinstance(x, Source):
+        if len(x.shape) > 1:
+            return Typical(x.statistics().norm)
+        x = x.spread(1024).x
+    if x.ndim != 2 or len(x) < _ENOUGH:
+        return Typical(typical_norm(x))
+    size = x.detach().double().abs()
+    scale = torch.where(torch.isfinite(size) & (size > 0), size, torch.nan).nanmedian(0).values
+    known = scale[torch.isfinite(scale)]
+    scale = scale.nan_to_num(float(known.median()) if len(known) else 1.0)  # a feature that is 0 everywhere
+    return Typical(typical_norm(x.detach().double() / scale), scale)
+
+
+def distances(x: Tensor, other: Tensor, typical: Typical | float | None = None) -> Distances:
     """Errors of a batch of reconstructions.
 
     Args:
         x: The samples.
         other: Their reconstructions; of another size they count as not finite.
-        typical: Median norm of a sample, as `Source.statistics().norm` gives it; by default that of the batch.
+        typical: What they are measured by, as `typical(source)` gives it, or the median norm of a sample; by default that of the batch.
 
     Example:
         >>> distances(torch.tensor([[3e-5, 4e-5]]), torch.zeros(1, 2)).relative
@@ -77,6 +120,8 @@ def distances(x: Tensor, other: Tensor, typical: float | None = None) -> Distanc
     if other.shape != x.shape:
         other = other.reshape(x.shape) if other.numel() == x.numel() else torch.full_like(x, torch.nan)
     difference = other.detach().double() - x.detach().double()
-    l2, size = norms(difference), norms(x)
-    floor = typical_norm(x) if typical is None else typical
-    return Distances(l2, l2 / size.clamp_min(max(floor, 1e-300)), difference.flatten(1).abs().amax(1))
+    known = typical if isinstance(typical, Typical) else Typical(typical)
+    scale = 1.0 if known.scale is None else known.scale.to(x.device)
+    scaled = x.detach().double() / scale
+    size = norms(scaled).clamp_min(max(typical_norm(scaled) if known.norm is None else known.norm, 1e-300))
+    return Distances(norms(difference), norms(difference / scale) / size, difference.flatten(1).abs().amax(1))

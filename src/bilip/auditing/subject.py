@@ -46,6 +46,7 @@ class Subject:
         self.library, self.name = adapted.library, name
         self._twins: dict[torch.dtype, Subject | str] = {}
         self.copied = False
+        self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
         self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
     @classmethod
@@ -54,7 +55,11 @@ class Subject:
         if isinstance(model, Subject):
             return model
         adapted = model if isinstance(model, Adapted) else adapt(model)
-        return cls(adapted, name or type(model).__name__)
+        subject = cls(adapted, name or type(model).__name__)
+        if adapted.library == "generic" and adapted.base is None:
+            stated = getattr(model, "log_prob", None)
+            subject.stated_log_prob = stated if callable(stated) else None
+        return subject
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_twins": {}, "tick": _nothing}

@@ -135,20 +135,27 @@ class Check:
         if self.quantity.unit == "flag":
             return f"{_capital(label)}."
         if self.bad is None:
-            spread = f" (± {(self.high - self.low) / 2:.2g})" if self.high > self.low else ""
+            apart = (self.high - self.low) / 2
+            spread = f" (± {apart:.2g})" if not apart <= 0.01 * self.limit else ""
             allowed = "at least" if self.quantity.better == "higher" else "at most"
             if self.quantity.unit == "share":
                 return f"{_capital(label)}{where}: {_percent(self.value)} ({allowed} {_percent(self.limit)} allowed)."
             return f"{_capital(label)}{where}: {self.value:.3g}{spread} ({allowed} {self.limit:.3g} allowed)."
         counted = f"{_capital(label)}{where}: {self.bad:,} of {self.count:,}"
+        unknown, tried = (int(self.measurement.get(name) or 0) for name in ("unknown", "digits_tried"))
+        if tried:
+            wrong = int(self.measurement["digits_bad"])
+            counted += f", and of {unknown:,} for which float64 is no reference {wrong} of {tried} that were computed with more digits"
         allowed = f"({_percent(self.limit)} allowed)"
+        referenced = self.measurement.get("referenced")
+        if referenced is not None and 0 < int(referenced) < self.count and not tried:
+            counted += f" ({int(referenced):,} of them held against float64, the others look sound without)"
         if self.status == Status.SAFE:
             return f"{counted}, at most {_percent(self.high)} with 99 % confidence {allowed}."
         between = f"{_percent(self.low)} to {_percent(self.high)} with 99 % confidence"
         if self.status == Status.UNSAFE:
             return f"{counted}, {between} {allowed}."
-        unknown = int(self.measurement.get("unknown") or 0)
-        if unknown:
+        if unknown and not tried:
             why = (
                 "the float64 reference is not stable"
                 if self.measurement.get("referenced")
@@ -244,14 +251,22 @@ def _checks(m: Measurement, use: str, thresholds: Thresholds) -> Iterator[Check]
         value = math.nan if value is None else float(value)
         if q.unit == "share" and "bad" in m.values:
             bad, count, look = int(m["bad"]), int(m["count"]), m.get("look")
-            low = share_interval(bad, count, look)[0]
-            high = share_interval(min(count, bad + int(m.get("unknown") or 0)), count, look)[1]
+            least, most = _of_unknown(m)
+            low = share_interval(bad + least, count, look)[0]
+            high = share_interval(min(count, bad + most), count, look)[1]
             yield Check(q, value, limit, m, low, high, bad, count)
             continue
         spread = float(m.get(f"{q.name}_uncertainty") or 0.0)
         if math.isnan(value) and (m.get("slogdet_samples") == 0 or _no_stored(m)):
             continue  # nothing was compared: that is missing, not wrong
         yield Check(q, value, limit, m, value - spread, value + spread)
+
+
+def _of_unknown(m: Measurement) -> tuple[int, int]:
+    """How many of the samples without a stable reference are bad, at least and at most, from the few that have more digits."""
+    unknown, tried = int(m.get("unknown") or 0), int(m.get("digits_tried") or 0)
+    low, high = share_interval(int(m.get("digits_bad") or 0), tried, look=0)  # the least that an interval may err with
+    return math.floor(low * unknown), math.ceil(high * unknown)
 
 
 def _missing(use: str, measurements: Sequence[Measurement], names: Sequence[str], role: str | None) -> Iterator[str]:
@@ -282,7 +297,13 @@ def _no_stored(m: Measurement) -> bool:
 
 
 def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str]) -> str:
-    """For a model that is safe to invert on its data: where it is not."""
+    """Beside a safe verdict: where a model that is safe to invert on its data is not, at how many points a log-determinant was checked."""
+    if use in ("likelihood", "ood-likelihood"):
+        found = [m for m in measurements if m.probe == "log_det" and m.source in names and m.measured]
+        points = min((int(m.get("slogdet_samples") or 0) for m in found), default=0)
+        return (
+            f" The log-determinant is that of the Jacobian at {points:,} point{'s' * (points != 1)}." if points else ""
+        )
     if use != "inversion":
         return ""
     lost = [

@@ -43,8 +43,9 @@ class Flow(nn.Module):
                 f"Flow(base={base!r}): expected 'normal' or a torch.distributions.Distribution over latents."
             )
         self.bijection, self.base = bijection, base
-        known = None if bijection.shape is None else bijection.out_shape(bijection.shape)
-        self.latent_shape = known if shape is None else tuple(shape)
+        if shape is None and bijection.shape is not None:
+            shape = bijection.out_shape(bijection.shape)
+        self.latent_shape = None if shape is None else tuple(shape)
 
     def base_log_prob(self, z: Tensor) -> Tensor:
         """Log p_Z(z), of shape `(batch,)`."""

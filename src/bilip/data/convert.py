@@ -58,7 +58,7 @@ def as_source(
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> labelled = TensorDataset(torch.zeros(100, 3), torch.ones(100, dtype=torch.long))
         >>> as_source("test", DataLoader(labelled, batch_size=10), most=64).description
-        'DataLoader, up to 64 samples of one pass; the second entry (int64) is not taken: the model takes no context'
+        'DataLoader, 64 of its 100 samples, evenly spaced; the second entry (int64) is not taken: the model takes no context'
     """
     if isinstance(value, Source):
         return value

@@ -24,6 +24,7 @@ READABLE = ".npy, .npz, .csv, .pt, .safetensors, or a folder of PNG or JPEG imag
 MOST = 2**50  # bytes of a file, which is read row by row
 MOST_ROW = 2**30  # bytes of one sample
 MOST_WHOLE = 2**33  # bytes of an array that has to be unpacked as a whole
+MOST_KEPT = 2**30  # bytes of an array that is kept in memory when it is read in another order
 DTYPES = {"F16", "BF16", "F32", "F64", "U8", "I8", "I16", "I32", "I64", "BOOL"}
 
 
@@ -150,6 +151,7 @@ class _ZipRows(Rows):
         self.path, self.name, self.numpy_dtype = path, name, dtype
         self._file: IO[bytes] | None = None
         self._begin = 0
+        self._whole: Tensor | None = None
 
     @staticmethod
     def open(path: Path, name: str) -> Rows:
@@ -166,7 +168,13 @@ class _ZipRows(Rows):
                 return ArrayRows(whole.reshape(shape, order="F"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+        return {**self.__dict__, "_file": None, "_whole": None}
+
+    def take(self, places: Tensor) -> Tensor:
+        """Unpacked once and kept, where it is not too large: every order but the stored one goes back and forth."""
+        if self._whole is None and self.numpy_dtype.itemsize * self.count * math.prod(self.shape) <= MOST_KEPT:
+            self._whole = self.read(0, self.count)
+        return super().take(places) if self._whole is None else self._whole[places]
 
     def read(self, start: int, stop: int) -> Tensor:
         width = self.numpy_dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from bilip.data.rows import Rows, TensorRows
 from bilip.errors import InputError
@@ -34,8 +34,9 @@ def is_loader(value: Any) -> bool:
 def open_loader(value: Any, *, most: int | None, conditional: bool) -> tuple[Rows, Rows | None, str]:
     """At most `most` samples, their contexts where the model is conditional, and a sentence that says what was taken.
 
-    Of what a loader yields the first entry is x, and the second the context of a conditional model. A loader is read from its
-    beginning; a dataset evenly over its length, since it may be sorted. Both with a seed of their own.
+    Of what a loader yields the first entry is x, and the second the context of a conditional model. A dataset, and a
+    loader that goes through one in order, is read evenly over its length, since it may be sorted; another loader from its beginning. All
+    with a seed of their own.
     """
     kind, most = type(value).__name__, min(most or MOST_SAMPLES, MOST_SAMPLES)
     if isinstance(value, TensorDataset):  # nothing to copy
@@ -68,8 +69,10 @@ class Taken:
 
 def _read(value: Any, kind: str, most: int) -> tuple[Taken, str]:
     if isinstance(value, (DataLoader, IterableDataset)):
-        batched = isinstance(value, DataLoader)
-        return _gathered(_guarded(value, kind), kind, most, batched=batched), f", up to {most:,} samples of one pass"
+        batched, how = isinstance(value, DataLoader), f", up to {most:,} samples of one pass"
+        if isinstance(value, DataLoader) and (count := _in_order(value)) > most:
+            value, how = _spaced(value, count, most), f", {most:,} of its {count:,} samples, evenly spaced"
+        return _gathered(_guarded(value, kind), kind, most, batched=batched), how
     try:
         count = len(value)
     except TypeError as error:
@@ -79,6 +82,23 @@ def _read(value: Any, kind: str, most: int) -> tuple[Taken, str]:
     items = _guarded((value[k] for k in places), kind)
     part = f", {take:,} of its {count:,} samples, evenly spaced" if take < count else ""
     return _gathered(items, kind, most, batched=False), part
+
+
+def _in_order(loader: DataLoader) -> int:
+    """Number of samples of a loader that goes through a dataset from its beginning; 0 for others."""
+    plain = isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
+    return len(loader.dataset) if plain else 0  # type: ignore[arg-type]
+
+
+def _spaced(loader: DataLoader, count: int, take: int) -> DataLoader:
+    """The same loader over samples that are evenly spaced: a dataset may be sorted."""
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=[k * count // take for k in range(take)],
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+    )
 
 
 def _guarded(items: Iterable[Any], kind: str) -> Iterator[Any]:

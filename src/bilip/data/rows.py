@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bilip.errors import InputError
 
-__all__ = ["ArrayRows", "ChunkRows", "MappedRows", "Rows", "TensorRows", "pixels"]
+__all__ = ["ArrayRows", "ChunkRows", "MappedRows", "OrderedRows", "Rows", "TensorRows", "pixels"]
 
 
 class Rows(ABC):
@@ -30,6 +30,14 @@ class Rows(ABC):
     def read(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, 0 <= start <= stop <= count."""
 
+    def take(self, places: Tensor) -> Tensor:
+        """The rows with these numbers, in this order; read in ascending order, neighbours together."""
+        rising, back = places.sort()
+        parts = [torch.empty((0, *self.shape), dtype=self.dtype)]
+        for run in rising.tensor_split((rising.diff() != 1).nonzero().flatten() + 1) if len(rising) else ():
+            parts.append(self.read(int(run[0]), int(run[-1]) + 1))
+        return torch.cat([part.to(parts[-1].device) for part in parts])[back.argsort().to(parts[-1].device)]
+
 
 class TensorRows(Rows):
     """Rows of a tensor, on its own device."""
@@ -43,6 +51,9 @@ class TensorRows(Rows):
     def read(self, start: int, stop: int) -> Tensor:
         return self.tensor[start:stop]
 
+    def take(self, places: Tensor) -> Tensor:
+        return self.tensor[places.to(self.tensor.device)]
+
 
 class ArrayRows(Rows):
     """Rows of a numpy array, in memory or memory-mapped; what is read is copied."""
@@ -55,6 +66,10 @@ class ArrayRows(Rows):
 
     def read(self, start: int, stop: int) -> Tensor:
         part = self.array[start:stop]
+        return torch.from_numpy(np.array(part, dtype=part.dtype.newbyteorder("="), order="C"))
+
+    def take(self, places: Tensor) -> Tensor:
+        part = self.array[places.cpu().numpy()]
         return torch.from_numpy(np.array(part, dtype=part.dtype.newbyteorder("="), order="C"))
 
 
@@ -84,6 +99,26 @@ class ChunkRows(Rows):
         return torch.cat(parts)
 
 
+class OrderedRows(Rows):
+    """Rows of another store in another order: row k is its row `order[k]`.
+
+    Example:
+        >>> OrderedRows(TensorRows(torch.tensor([[0.0], [1.0], [2.0]])), torch.tensor([2, 0, 1])).read(0, 2)
+        tensor([[2.],
+                [0.]])
+    """
+
+    def __init__(self, rows: Rows, order: Tensor) -> None:
+        super().__init__(len(order), rows.shape, rows.dtype)
+        self.rows, self.order = rows, order
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.rows.take(self.order[start:stop])
+
+    def take(self, places: Tensor) -> Tensor:
+        return self.rows.take(self.order[places])
+
+
 class MappedRows(Rows):
     """Rows of another store, passed through a function of a batch."""
 
@@ -94,6 +129,9 @@ class MappedRows(Rows):
 
     def read(self, start: int, stop: int) -> Tensor:
         return self.function(self.rows.read(start, stop))
+
+    def take(self, places: Tensor) -> Tensor:
+        return self.function(self.rows.take(places))
 
 
 def pixels(rows: Rows) -> tuple[Rows, str]:

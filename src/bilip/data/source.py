@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bilip.data.rows import Rows, pixels
+from bilip.data.rows import OrderedRows, Rows, pixels
 from bilip.errors import InputError
 
 __all__ = ["Batch", "Source", "Statistics"]
@@ -216,6 +216,26 @@ class Source:
         contexts = [p.context for p in parts if p.context is not None]
         return Batch(torch.cat([p.x for p in parts]), torch.cat(contexts) if contexts else None, 0)
 
+    def shuffled(self, seed: int = 0) -> Source:
+        """The same samples in an order drawn at random, the same for the same seed; `row` tells where each stood.
+
+        A file may be sorted, by class or by time: then its first samples say nothing about the others.
+
+        Example:
+            >>> from bilip.data import as_source
+            >>> source = as_source("test", torch.arange(10.0)[:, None]).shuffled()
+            >>> int(source.first(1).x) == source.row(0)
+            True
+        """
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+        context = None if self.context_rows is None else OrderedRows(self.context_rows, order)
+        rows = OrderedRows(self.rows, order)
+        return Source(self.name, rows, role=self.role, description=self.description, context=context)
+
+    def row(self, k: int) -> int:
+        """The number of sample k in what the source was made from."""
+        return int(self.rows.order[k]) if isinstance(self.rows, OrderedRows) else k
+
     def _chunk(self) -> int:
         """Samples of one batch of about a million entries."""
         return min(4096, max(1, 2**20 // math.prod(self.shape)))
@@ -249,7 +269,7 @@ class Source:
         return Statistics(low, high, mean, std, seen // math.prod(self.shape), typical)
 
     def check(self, limit: int | None = None) -> None:
-        """Read the first `limit` samples once and raise an `InputError` that names the first one with NaN or Inf."""
+        """Read the first `limit` samples once and raise an `InputError` that names one with NaN or Inf."""
         for batch in self.batches(self._chunk(), limit=limit):
             for label, values in (("sample", batch.x), ("the context of sample", batch.context)):
                 if values is None or not values.is_floating_point() or bool(torch.isfinite(values).all()):
@@ -257,6 +277,6 @@ class Source:
                 bad = ~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None])
                 row = int(bad.any(1).nonzero()[0])
                 raise self._error(
-                    f"{label} {batch.start + row} holds NaN or Inf ({int(bad[row].sum())} of {bad.shape[1]} entries). "
+                    f"{label} {self.row(batch.start + row)} holds NaN or Inf ({int(bad[row].sum())} of {bad.shape[1]} entries). "
                     "Clean the data or leave that row out."
                 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilip.adapters import as_bijection
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, typical
 from bilip.errors import ContractViolation, InputError
 
 __all__ = ["assert_invertible"]
@@ -18,7 +18,7 @@ __all__ = ["assert_invertible"]
 def assert_invertible(model: Any, x: Tensor, *, tolerance: float | None = None, context: Tensor | None = None) -> None:
     r"""Fail unless $|x - F^{-1}(F(x))| \le \text{tolerance} \cdot \max(|x|, r)$ for every sample, measured in float64.
 
-    $r$ is the median of $|x|$ over the batch: the relative error that the audit measures too.
+    $r$ is the median of $|x|$ over the batch, and features are measured by their own size: the relative error that the audit measures too.
 
     Args:
         model: A bijection, a flow, or anything `as_bijection` takes; it is called as it is, in its own dtype and mode,
@@ -42,7 +42,7 @@ def assert_invertible(model: Any, x: Tensor, *, tolerance: float | None = None, 
     tolerance = math.sqrt(torch.finfo(x.dtype).eps) if tolerance is None else tolerance
     with torch.no_grad():
         back = bijection.inverse(bijection(x, context), context)
-    found = distances(x, back)
+    found = distances(x, back, typical(x))
     error, bad = found.relative, ~(found.relative <= tolerance)
     if bad.any():
         broken = int((~torch.isfinite(error)).sum())

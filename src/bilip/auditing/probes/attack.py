@@ -16,7 +16,7 @@ from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.region import Region
 from bilip.auditing.probes.route import Route
-from bilip.auditing.round_trip import typical_norm
+from bilip.auditing.round_trip import Typical, typical, typical_norm
 from bilip.auditing.subject import Subject
 from bilip.data import Source, as_source
 from bilip.errors import InputError, NotMeasured
@@ -146,8 +146,8 @@ class Attack(Probe):
             if not bool(finite.any()):
                 raise NotMeasured("no sample has a finite latent to start from")
             x, context = z[finite], None if context is None else context[finite]
-        typical = typical_norm(x) if self.box == "latent" else source.statistics().norm
-        route = Route(subject, context, latent=self.box == "latent", typical=typical)
+        sizes = Typical(typical_norm(x)) if self.box == "latent" else typical(source)
+        route = Route(subject, context, latent=self.box == "latent", typical=sizes)
         region = self._region(subject, source, x)
         limit = math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
         runs, notes = {}, []

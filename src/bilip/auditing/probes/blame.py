@@ -16,7 +16,7 @@ from bilip.auditing.probes.inside import inner_parts
 from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import distances, norms
+from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.blocks.on_kept import OnKept
@@ -92,7 +92,7 @@ class Blame(Probe):
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=subject.dtype, device=subject.device)))
         parts, context, notes = subject.parts, batch.context, []
-        broken = broken_weight(subject)
+        broken, sizes = broken_weight(subject), Typical(None, typical(source).scale)
         stored = [batch.x]
         for _, part in parts:
             stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
@@ -103,7 +103,8 @@ class Blame(Probe):
             part = parts[k][1]
             back = run_guarded(part.inverse, back.clone(), context).value
             alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
-            own, all_ = distances(stored[k], alone), distances(stored[k], back)
+            units = None if k else sizes  # activations have no units of their own
+            own, all_ = distances(stored[k], alone, units), distances(stored[k], back, units)
             local.append(own.relative.cpu())
             born.append(own.l2.cpu())
             carried.append(all_.relative.cpu())

@@ -6,7 +6,7 @@ import torch
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import NotMeasured
@@ -54,9 +54,9 @@ class ErrorMap(Probe):
         axis = torch.linspace(low, high, self.points, dtype=torch.float64)
         second, first = torch.meshgrid(axis, axis, indexing="ij")
         grid = torch.stack((first, second), -1).reshape(-1, 2).to(subject.device, subject.dtype)
-        errors, typical = [], range_.norm
+        errors, sizes = [], typical(source)
         for k, x in enumerate(grid.split(2048)):
-            errors.append(distances(x, subject.inverse(subject.forward(x).value).value, typical).relative.cpu())
+            errors.append(distances(x, subject.inverse(subject.forward(x).value).value, sizes).relative.cpu())
             self.progress(min(1.0, (k + 1) * 2048 / len(grid)))
         error = torch.cat(errors)
         return Measurement(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -10,19 +11,21 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
+from bilip.auditing.digits import Digits
 from bilip.auditing.guarded import Outcome
-from bilip.auditing.looks import Looks, Watch
+from bilip.auditing.looks import Looks, Watch, share_interval
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, parameter_count
 from bilip.data import Batch, Source
-from bilip.errors import NotMeasured
+from bilip.errors import NotMeasured, said_by
 from bilip.record import Histogram, Measurement, Quantity
 
 __all__ = ["Likelihood"]
 
 _SMALL = 128  # up to so many dimensions every sample gets its reference
 _SUSPICIOUS = 0.05  # of the tolerance: a sample whose log p moves by more when its input is rounded anew
+_CHEAP = 4e9  # weights times samples, where a list of features is as large as an image and its nets are not
 _FEW = 32  # samples that tell whether log p is drawn
 _STABLE = 0.25  # of the tolerance: a reference that moves by more when it is shaken is none
 
@@ -32,11 +35,13 @@ class Likelihood(Probe):
 
     A sample is *bad* when the two differ by more than $10^{-3} (d + |\log p|)$, or the model's is NaN, or one is infinite and the
     other not. The reference itself is computed again with the last bit of the input changed; where it moves by more than a quarter of
-    the tolerance, the sample is *unknown*. A log-likelihood that is itself an estimate is compared under the same random draws, so
+    the tolerance, the sample is *unknown*. If these decide, log p of a few of them is computed with as many digits as it takes, and counts
+    for as many of the others as that excludes. A log-likelihood that is itself an estimate is compared under the same random draws, so
     that its spread is not taken for an error; the spread is stated.
 
-    Up to 128 dimensions every sample gets its reference. Beyond, those do that look suspicious (their log p moves when the input is
-    rounded anew), and `referenced` of the rest; if one of these is bad, all follow.
+    Up to 128 dimensions every sample gets its reference, and beyond where samples are lists of features and nets are small. Else those
+    do that look suspicious (their log p moves when the input is rounded anew), and `referenced` of the rest; if one of these is bad, all
+    follow.
 
     Without a base distribution the log-determinant takes the place of log p.
 
@@ -46,6 +51,7 @@ class Likelihood(Probe):
         part: Tolerance, as a part of d + |log p|.
         referenced: Samples with a reference although nothing looks suspicious; `None` for all.
         looks: When to look at the share of bad samples, and to stop; by default all samples are read.
+        digits: Largest number of samples computed with more digits than float64 has.
 
     Example:
         >>> from bilip import Flow
@@ -70,6 +76,8 @@ class Likelihood(Probe):
         Quantity("count", "samples", "count"),
         Quantity("bad", "samples with a wrong log p", "count", "lower"),
         Quantity("unknown", "samples without a stable reference", "count", "lower"),
+        Quantity("digits_tried", "of them computed with more digits", "count"),
+        Quantity("digits_bad", "of these with a wrong log p", "count", "lower"),
         Quantity("look", "number of the last look", "count"),
         Quantity("referenced", "samples held against the reference", "count"),
         Quantity("share_non_finite", "share of log p that is NaN or Inf", "share", "lower"),
@@ -94,8 +102,10 @@ class Likelihood(Probe):
         part: float = 1e-3,
         referenced: int | None = 64,
         looks: Looks | None = None,
+        digits: int = 4,
     ) -> None:
         self.limit, self.batch, self.part, self.referenced, self.looks = limit, batch, part, referenced, looks
+        self.digits = digits
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object]:
@@ -105,14 +115,17 @@ class Likelihood(Probe):
             "part": task.log_prob,
             "referenced": budget.referenced,
             "looks": task.looks,
+            "digits": 2 * budget.log_dets,
         }
 
     def _measure(self, subject: Subject, source: Source) -> Finding:
         if not subject.has_log_det:
             raise NotMeasured("the model states no log-determinant")
         reference = Reference(subject)
+        _as_stated(subject, source, self.part)
         size, total = math.prod(source.shape), min(source.count, self.limit or source.count)
         everyone = self.referenced is None or size <= _SMALL
+        everyone |= len(source.shape) == 1 and parameter_count(subject.bijection) * min(total, self.batch * 4) <= _CHEAP
         tally, watch, spread = _Tally(self.part, size), Watch(self.looks, total, self.batch), math.nan
         for start, stop in watch:
             batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
@@ -142,7 +155,17 @@ class Likelihood(Probe):
                     watch.bad += self._compare(reference, past, known, rest, tally)
                 tally.skipped.clear()
             self.progress(watch.progress)
+        if tally.unknown and not tally.draws and self._open(tally, watch):
+            tally.climb(reference.subject, self.digits, self.progress)
         return tally.finding(self, source, watch, spread, base=subject.base is not None, own=reference.own)
+
+    def _open(self, tally: _Tally, watch: Watch) -> bool:
+        """Whether the samples without a reference decide."""
+        if self.looks is None:
+            return True
+        low, _ = share_interval(tally.bad, tally.count, watch.look)
+        _, high = share_interval(tally.bad + tally.unknown, tally.count, watch.look)
+        return low <= self.looks.allowed < high
 
     def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -172,9 +195,45 @@ class Likelihood(Probe):
             unknown = bad & torch.isfinite(value) & ~stable
             bad &= ~unknown
         tally.add(batch, rows, value, exact, error, allowed, bad, unknown)
+        if bool(unknown.any()) and len(tally.unsure) < self.digits:
+            wide = [None] * int(unknown.sum()) if context is None else list(context[unknown].split(1))
+            tally.unsure += zip(x[unknown].split(1), wide, value[unknown].tolist(), strict=True)
         if surprise and bool(bad.any()):
             tally.surprised = True
         return int(bad.sum())
+
+
+@torch.no_grad()
+def _as_stated(subject: Subject, source: Source, part: float) -> None:
+    """Refuse to judge a log-determinant where a user's own module has a `log_prob` that is something else."""
+    stated = subject.stated_log_prob
+    if stated is None:
+        return
+    batch = source.first(_FEW, dtype=subject.dtype, device=subject.device)
+    given = (batch.x,) if batch.context is None else (batch.x, batch.context)
+    outcome = subject.forward_and_log_det(batch.x, batch.context)
+    z, log_det = outcome.values[0].double().flatten(1), outcome.values[1].double()
+    base = -0.5 * (z.square().sum(1) + z.shape[1] * math.log(2 * math.pi))
+    try:
+        value = stated(*given).double()
+    except Exception as error:  # a user's code may raise anything
+        raise NotMeasured(f"log_prob of {subject.name} raised {said_by(error):.300}") from error
+    if value.shape != base.shape:
+        raise NotMeasured(
+            f"log_prob of {subject.name} has shape {tuple(value.shape)}: expected one number for each sample"
+        )
+
+    def same(other: Tensor) -> bool:
+        known = torch.isfinite(other) & torch.isfinite(value)
+        return bool(((other - value).abs() <= tolerance(other, z.shape[1], part))[known].all())
+
+    if same(base + log_det):
+        return
+    wrong = "it leaves out the log-determinant" if same(base) else "it has another base, or is wrong"
+    raise NotMeasured(
+        f"log_prob of {subject.name} is not log N(z; 0, 1) + log_det, {float(value[0]):.6g} and {float((base + log_det)[0]):.6g} at the "
+        f"first sample: {wrong}. With another base pass bilip.Flow(bilip.as_bijection(model), base=...), which the audit can call"
+    )
 
 
 def _spread(subject: Subject, batch: Batch) -> float:
@@ -214,6 +273,10 @@ class _Tally:
     said: list[Outcome] = field(default_factory=list)
     skipped: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
     failing: list[Batch] = field(default_factory=list)
+    unsure: list[tuple[Tensor, Tensor | None, float]] = field(default_factory=list)
+    digits_tried: int = 0
+    digits_bad: int = 0
+    notes: list[str] = field(default_factory=list)
     worst: tuple[float, float, float] = (-1.0, math.nan, math.nan)
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
@@ -248,6 +311,21 @@ class _Tally:
             at = rows.nonzero().flatten()[wrong]
             self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
 
+    def climb(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
+        """Compute a few samples without a stable reference with more digits."""
+        digits = None
+        for x, context, value in self.unsure[:most]:
+            try:
+                digits = digits or Digits(reference)
+                true = digits.log_prob(x, context)
+            except NotMeasured as why:
+                self.notes.append(f"not computed with more digits: {why}")
+                return
+            self.digits_tried += 1
+            self.digits_bad += not abs(value - true) <= self.part * (self.size + abs(true))
+            self.worst = (math.inf, value, true)
+            progress(1.0)
+
     def finding(
         self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool, own: bool
     ) -> Finding:
@@ -258,6 +336,7 @@ class _Tally:
         if self.failing:
             failing = Batch(torch.cat([b.x for b in self.failing]), torch.cat(contexts) if contexts else None, 0)
         notes = [] if base else ["the model has no base distribution: the log-determinant stands for log p"]
+        notes += self.notes
         if self.referenced < self.count:
             rest = self.count - self.referenced
             notes.append(
@@ -271,6 +350,8 @@ class _Tally:
                     "count": self.count,
                     "bad": self.bad,
                     "unknown": self.unknown,
+                    "digits_tried": self.digits_tried,
+                    "digits_bad": self.digits_bad,
                     "share_bad": self.bad / self.count,
                     "look": watch.look,
                     "referenced": self.referenced,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bilip.auditing.probes.spectrum import Spectrum
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, typical
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.data import Source, as_source
@@ -135,7 +135,7 @@ class StabilityMonitor:
         batch = self._source.first(self.samples, dtype=subject.dtype, device=subject.device)
         there = subject.forward(batch.x, batch.context)
         back = subject.inverse(there.value, batch.context)
-        relative = distances(batch.x, back.value, self._source.statistics().norm).relative
+        relative = distances(batch.x, back.value, typical(self._source)).relative
         finite = torch.isfinite(relative) & ~there.failed & ~back.failed
         return {
             "relative_median": float(torch.where(finite, relative, torch.inf).median()),

@@ -13,7 +13,7 @@ from bilip.auditing.probes.lanczos import largest_singular_value
 from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.rungs import LADDER, Rung, RungModel
-from bilip.auditing.round_trip import distances, norms
+from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
@@ -96,12 +96,13 @@ class Precision(Probe):
         own = str(subject.dtype).removeprefix("torch.")
         notes: list[str] = []
         condition = self._condition(subject, batch.x, batch.context, notes)
+        sizes = typical(source)
         rows: list[Row] = []
         for k, rung in enumerate(LADDER):
             if rung.name == "tf32" and subject.device.type != "cuda":
                 continue
             try:
-                row = self._row(subject, rung, batch.x, batch.context, notes)
+                row = self._row(subject, rung, batch.x, batch.context, sizes, notes)
             except BilipError as why:  # NotMeasured, or a block that refuses this precision
                 notes.append(f"{rung.name} not measured: {why}")
             else:
@@ -130,13 +131,15 @@ class Precision(Probe):
             return None
         return float(found.nan_to_num(math.inf).max())
 
-    def _row(self, subject: Subject, rung: Rung, x: Tensor, context: Tensor | None, notes: list[str]) -> Row:
+    def _row(
+        self, subject: Subject, rung: Rung, x: Tensor, context: Tensor | None, sizes: Typical, notes: list[str]
+    ) -> Row:
         model = RungModel(subject, rung)
-        found = _compare(model, x, context)
+        found = _compare(model, x, context, sizes)
         if rung.half and not model.emulated and bool(found.failed.all()):
             notes.append(f"{rung.name}: the model does not run in it ({found.message[:200]})")
             model = RungModel(subject, rung, emulate=True)
-            found = _compare(model, x, context)
+            found = _compare(model, x, context, sizes)
         if model.emulated:
             blocks = len(model.subject.parts)
             notes.append(
@@ -196,12 +199,12 @@ class _Comparison:
         }
 
 
-def _compare(model: RungModel, x: Tensor, context: Tensor | None) -> _Comparison:
+def _compare(model: RungModel, x: Tensor, context: Tensor | None, sizes: Typical) -> _Comparison:
     x, context = model.enter(x), None if context is None else model.enter(context)
     forward = model.forward(x, context)
     z = forward.value
     back = model.inverse(z, context)
-    found = distances(x, back.value)
+    found = distances(x, back.value, sizes)
     exact, wide = model.reference, None if context is None or not context.is_floating_point() else context.double()
     wide = context if wide is None else wide
     z_exact = exact.forward(x.double(), wide).value

@@ -13,7 +13,7 @@ from bilip.auditing.looks import Looks, Watch
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.round_trip import Distances, distances
+from bilip.auditing.round_trip import Distances, Typical, distances, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured
@@ -113,14 +113,14 @@ class Reconstruction(Probe):
     def _measure(self, subject: Subject, source: Source) -> Finding:
         limit = subject.half_digits if self.wrong is None else self.wrong
         tally, total = _Tally(limit, self.keep), min(source.count, self.limit or source.count)
-        typical = source.statistics().norm
+        sizes = typical(source)
         watch = Watch(self.looks, total, self.batch)
         for start, stop in watch:
             batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
             forward = subject.forward(batch.x, batch.context)
             z = forward.value
             back = subject.inverse(z, batch.context)
-            found = distances(batch.x, back.value, typical)
+            found = distances(batch.x, back.value, sizes)
             failed = forward.failed | back.failed
             watch.bad += tally.add(batch, back.value, found, failed, forward.message or back.message)
             if not (forward.exact and back.exact):
@@ -132,14 +132,14 @@ class Reconstruction(Probe):
                 tally.latent += Histogram.of(distances(z, again.value).relative.cpu())
                 few = slice(64)
                 some = None if batch.context is None else batch.context[few]
-                tally.after = self._repeat(subject, batch.x[few], back.value[few], some, typical)
+                tally.after = self._repeat(subject, batch.x[few], back.value[few], some, sizes)
             self.progress(watch.progress)
-        return tally.finding(self, subject, source, watch.look, typical)
+        return tally.finding(self, subject, source, watch.look, sizes)
 
-    def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None, typical: float) -> Histogram:
+    def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None, sizes: Typical) -> Histogram:
         for _ in range(self.rounds - 1):
             y = subject.inverse(subject.forward(y, context).value, context).value
-        return Histogram.of(distances(x, y, typical).relative.cpu())
+        return Histogram.of(distances(x, y, sizes).relative.cpu())
 
 
 @dataclass
@@ -193,7 +193,7 @@ class _Tally:
             self.failing.append(Batch(x[bad], None if batch.context is None else batch.context[bad], start))
         return self.bad - before
 
-    def in_float64(self, subject: Subject, typical: float) -> tuple[int, int, Batch | None]:
+    def in_float64(self, subject: Subject, sizes: Typical) -> tuple[int, int, Batch | None]:
         """How many bad samples were tried again in float64, how many of them are bad there, and the samples."""
         if not self.failing:
             return 0, 0, None
@@ -208,13 +208,13 @@ class _Tally:
             back = reference.decode(there.value, context)
         except NotMeasured:
             return 0, 0, failing
-        good = (distances(x, back.value, typical).relative <= self.limit) & ~there.failed & ~back.failed
+        good = (distances(x, back.value, sizes).relative <= self.limit) & ~there.failed & ~back.failed
         return len(x), int((~good).sum()), failing
 
     def finding(
-        self, probe: Reconstruction, subject: Subject, source: Source, look: int | None, typical: float
+        self, probe: Reconstruction, subject: Subject, source: Source, look: int | None, sizes: Typical
     ) -> Finding:
-        tried, still, failing = self.in_float64(subject, typical)
+        tried, still, failing = self.in_float64(subject, sizes)
         values: dict[str, float | int | str | None] = {
             "count": self.count,
             "bad": self.bad,
@@ -250,7 +250,7 @@ class _Tally:
             source.name,
             values=values,
             rows=tuple(
-                {"sample": k, "l2": l2, "relative": relative, "finite": math.isfinite(relative)}
+                {"sample": source.row(k), "l2": l2, "relative": relative, "finite": math.isfinite(relative)}
                 for relative, k, l2, _, _ in self.worst
             ),
             histograms={"relative": self.relative, "latent_relative": self.latent, "after_relative": self.after},
@@ -268,6 +268,7 @@ class _Tally:
             for image, title in ((x, "input"), (back, "reconstruction")):
                 if image.shape != x.shape:
                     continue
-                alt = f"{title} {k} of {source.name}, relative error {relative:.2g}, {broken} broken pixels"
-                found.append(picture(image, range_.low, range_.high, f"{title} {k}", alt, f"{source.name} {k}"))
+                row = source.row(k)
+                alt = f"{title} {row} of {source.name}, relative error {relative:.2g}, {broken} broken pixels"
+                found.append(picture(image, range_.low, range_.high, f"{title} {row}", alt, f"{source.name} {row}"))
         return tuple(found)

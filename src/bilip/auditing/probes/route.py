@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import Typical, distances
 from bilip.auditing.subject import Subject
 
 __all__ = ["Judgement", "Route"]
@@ -37,7 +37,7 @@ class Route:
         subject: The model.
         context: Contexts of the samples.
         latent: Begin at the latents.
-        typical: Median norm of a sample; by default that of each batch that is judged.
+        typical: What errors are measured by; by default the median norm of each batch that is judged.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -47,7 +47,7 @@ class Route:
     """
 
     def __init__(
-        self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: float | None = None
+        self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: Typical | None = None
     ) -> None:
         self.subject, self.context, self.latent, self.typical = subject, context, latent, typical
 

@@ -16,7 +16,7 @@ from bilip.auditing.looks import Looks, Watch
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import Typical, distances, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
 from bilip.errors import BilipError, NotMeasured
@@ -135,7 +135,10 @@ class Sampling(Probe):
                 f"no reference: {why}; only samples that are not finite or far outside the data are known to be bad"
             )
         known = _Range.of(source, self.range)
-        found = _Tally(wrong, known, everyone=self.referenced is None or size <= _SMALL, left=self.referenced or 0)
+        sizes = Typical(None, typical(source).scale)
+        found = _Tally(
+            wrong, known, sizes, everyone=self.referenced is None or size <= _SMALL, left=self.referenced or 0
+        )
         bits = []
         pictures: tuple[Picture, ...] = ()
         wanted = self.count if source.context_shape is None else min(self.count, source.count)
@@ -217,6 +220,7 @@ class _Range:
 class _Tally:
     wrong_limit: float
     known: _Range
+    sizes: Typical
     everyone: bool
     left: int
     code: Histogram = field(default_factory=Histogram)
@@ -306,7 +310,7 @@ class _Tally:
         self.referenced += len(x)
         finite = torch.isfinite(x.flatten(1)).all(1)
         exact = reference.decode(z, context).value
-        forward = distances(exact, x.double()).relative
+        forward = distances(exact, x.double(), self.sizes).relative
         backward = distances(z, reference.encode(_filled(x.double(), finite), context).value).relative
         astray = ~finite | outside | ~(backward <= self.wrong_limit)
         consistent = torch.ones_like(finite)  # whether the reference's decoding leads back to the latent

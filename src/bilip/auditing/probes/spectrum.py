@@ -246,7 +246,7 @@ class Spectrum(Probe):
                 nothing = "not-measured"
                 row = _row(k, math.nan, math.nan, nothing, math.nan, math.nan, nothing)
                 values, note = None, str(why)
-            rows.append(row)
+            rows.append(row | {"sample": source.row(k)})
             all_values.append(values)
             if note and note not in notes:
                 notes.append(note)

@@ -13,7 +13,7 @@ from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import distances
+from bilip.auditing.round_trip import distances, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import InputError, NotMeasured
@@ -106,7 +106,11 @@ def _flags(
         raise NotMeasured("the model states no log-determinant, so it has no likelihood to trust")
     z, log_det = _pair(subject.forward_and_log_det(x, context))
     back, log_det_back = _pair(subject.inverse_and_log_det(z, context))
-    relative = distances(x, back).relative if back.shape == x.shape else torch.full_like(log_det.double(), torch.nan)
+    relative = (
+        distances(x, back, typical(x)).relative
+        if back.shape == x.shape
+        else torch.full_like(log_det.double(), torch.nan)
+    )
     antisymmetry = (log_det.double() + log_det_back.double()).abs() / x[0].numel()
     limit = math.sqrt(subject.eps) if tolerance is None else tolerance
     round_trip_ok = relative <= limit  # False for NaN

@@ -1,0 +1,218 @@
+"""How long does an audit take?
+
+Each flow is trained briefly, then audited whole, with every probe, on one data source and two of noise. 8-D flows, a Glow of 3 levels x 4
+blocks of width 64 at 3x32x32 and 784-D coupling flows stand at `quick`; the trunk of the paper's 3x16 classifier of width 128, trained
+as a classifier, at `standard`, on a GPU. Times are those of the calls of `bilip.audit`; run it on an idle machine.
+
+    PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --threads 2 --out results/audit_time/cpu.json
+    PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --device cuda --images x.npy --out results/audit_time/h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import bilip
+from bilip.record import environment
+from flow_zoo.flows import FLOWS, Spec, bilip_flow, nflows_coupling, nflows_maf, train, zuko
+
+OOD = ["uniform", "gaussian"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is audited: `make(steps)` trains it and gives the model and its data."""
+
+    name: str
+    make: Callable[[int], tuple[Any, Tensor]]
+    limit: float  # seconds that it may take
+    budget: str = "quick"
+    device: str = "cpu"
+
+
+# ---- flows of the zoo and others of its kind
+
+
+def _spec(name: str, data: str, build: Callable[[], Any], **options: Any) -> Spec:
+    return Spec(name, ("",), data, build, **options)
+
+
+def of_the_zoo(spec: Spec, limit: float) -> Case:
+    def make(steps: int) -> tuple[Any, Tensor]:
+        view, _ = train(spec, steps=steps)
+        return view.audited(), spec.set.draw(25_600, seed=2)[0]
+
+    return Case(spec.name, make, limit)
+
+
+EIGHT = [
+    _spec("bilip-affine-8", "table", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=8), (8,))),
+    _spec("bilip-additive-8", "table", FLOWS["bilip-additive-8"].build),
+    _spec("nflows-affine-8", "table", lambda: nflows_coupling("affine", 8, 6, 64)),
+    _spec("nflows-rqs-8", "table", lambda: nflows_coupling("rqs", 8, 4, 64, tails="linear", tail_bound=5.0)),
+    _spec("nflows-maf-8", "table", lambda: nflows_maf(8, 5, 64)),
+    _spec("zuko-realnvp-8", "table", lambda: zuko("RealNVP", 8, transforms=6, hidden_features=(64, 64))),
+    _spec("zuko-maf-8", "table", lambda: zuko("MAF", 8, transforms=5, hidden_features=(64, 64))),
+    _spec("zuko-nsf-8", "table", lambda: zuko("NSF", 8, transforms=3, hidden_features=(64, 64))),
+]
+IMAGES = [FLOWS[name] for name in ("nflows-affine-784", "normflows-exp-784", "freia-allinone-784", "zuko-realnvp-784")]
+IMAGES += [
+    _spec(
+        "bilip-affine-784",
+        "flat images",
+        lambda: bilip_flow(lambda b: b.models.real_nvp(784, blocks=6, hidden=(256,)), (784,)),
+        batch=128,
+    )
+]
+
+
+# ---- image models
+
+
+def pictures(count: int, seed: int = 0) -> Tensor:
+    """Smooth random images of 3x32x32 in [0, 1), with the noise of dequantization, where none are given."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 3, 5, 5, generator=generator)
+    fine = torch.nn.functional.interpolate(coarse, (32, 32), mode="bicubic", align_corners=True).clamp(0, 1)
+    return ((255 * fine).floor() + torch.rand(fine.shape, generator=generator)) / 256
+
+
+def glow_case(images: Tensor) -> Case:
+    def make(steps: int) -> tuple[Any, Tensor]:
+        flow = bilip.Flow(bilip.models.glow((3, 32, 32), levels=3, blocks=4, hidden=64))
+        optimizer = torch.optim.Adam(flow.parameters(), 1e-4)
+        for step in range(max(1, min(steps, 20))):
+            x = images[32 * step :][:32]
+            loss = -flow.log_prob(x).mean() / x[0].numel()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return flow.eval(), images
+
+    return Case("bilip-glow-3x4-64", make, 30)
+
+
+def trunk_case(images: Tensor, labels: Tensor, device: str) -> Case:
+    def make(steps: int) -> tuple[Any, Tensor]:
+        trunk = bilip.models.glow((3, 32, 32), levels=3, blocks=16, hidden=128)
+        model = bilip.models.classifier(trunk).to(device)
+        x, y = images.to(device), labels.to(device)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+        for _ in range(max(1, steps)):
+            rows = torch.randint(0, len(x), (128,), device=device)
+            loss = torch.nn.functional.cross_entropy(model(x[rows]), y[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return trunk.eval(), images
+
+    return Case("bilip-classifier-trunk-3x16-128", make, 60, budget="standard", device=device)
+
+
+def read_images(path: Path | None) -> tuple[Tensor, Tensor]:
+    """Images and ten classes: uint8 (N, 32, 32, 3) from `.npy`, or `x` and `y` of an `.npz`; else drawn, classes by brightness."""
+    y = None
+    if path is None:
+        x = pictures(4096)
+    else:
+        found = np.load(path)
+        pixels, y = (found, None) if isinstance(found, np.ndarray) else (found["x"], found.get("y"))
+        if pixels.dtype != np.uint8 or pixels.shape[1:] != (32, 32, 3):
+            raise SystemExit(f"--images {path}: expected uint8 (N, 32, 32, 3), got {pixels.dtype} {pixels.shape}.")
+        x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
+        x = (x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))) / 256
+    level = x.mean((1, 2, 3))
+    classes = torch.bucketize(level, level.quantile(torch.linspace(0.1, 0.9, 9)))
+    return x, classes if y is None else torch.from_numpy(np.asarray(y)).long()
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    images, labels = read_images(args.images)
+    if args.device != "cpu":
+        return [trunk_case(images, labels, args.device)]
+    return [
+        *(of_the_zoo(spec, 10) for spec in EIGHT),
+        glow_case(images),
+        *(of_the_zoo(spec, 60) for spec in IMAGES),
+    ]
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table: seconds of the audit, those of each probe, and what the verdicts are."""
+    torch.manual_seed(0)
+    model, x = case.make(args.steps)
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    last = ["start", time.perf_counter()]
+
+    def progress(text: str, share: float) -> None:
+        now, probe = time.perf_counter(), text.split(" ")[0]
+        spent[str(last[0])] = spent.get(str(last[0]), 0.0) + now - float(last[1])
+        last[:] = [probe, now]
+
+    load, started = os.getloadavg()[0], time.perf_counter()
+    record = bilip.audit(model, {"test": x}, ood=OOD, budget=case.budget, progress=progress)
+    seconds = time.perf_counter() - started
+    return {
+        "name": case.name,
+        "budget": case.budget,
+        "device": case.device,
+        "dimension": x[0].numel(),
+        "seconds": round(seconds, 2),
+        "limit": case.limit,
+        "kept": seconds <= case.limit,
+        "load_before": round(load, 2),
+        "probes": {name: round(value, 2) for name, value in sorted(spent.items(), key=lambda pair: -pair[1])},
+        "verdicts": {use: verdict.status.value for use, verdict in record.verdicts.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cuda: the trunk of the classifier alone, at standard")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help="training steps of each flow; of the Glow at most 20")
+    parser.add_argument("--images", type=Path, help="uint8 images (N, 32, 32, 3), .npy or .npz with x and y")
+    parser.add_argument("--only", action="append", metavar="PART", help="cases whose name holds this")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    wanted = [c for c in cases(args) if not args.only or any(part in c.name for part in args.only)]
+    if not wanted:
+        raise SystemExit(f"--only {' '.join(args.only)}: there is no such case.")
+    about = environment() | {"threads": torch.get_num_threads()}
+    if args.device != "cpu":
+        about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    document: dict[str, Any] = {
+        "question": "how long does an audit take, with one data source and two of noise?",
+        "command": "python " + " ".join(sys.argv),
+        "environment": about,
+        "steps": args.steps,
+        "cases": [],
+    }
+    for case in wanted:
+        row = measure(case, args)
+        document["cases"].append(row)
+        print(f"{row['name']:34s} {row['budget']:9s} {row['seconds']:8.1f} s of {row['limit']:.0f}", flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
