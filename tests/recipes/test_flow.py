@@ -17,6 +17,7 @@ from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
 from bilip.recipes.flow_runs import SETS, SOURCES, Run
 from bilip.recipes.flow_tables import flow_lines, percent
+from bilip.recipes.piece import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
 from bilip.record import read_json
@@ -136,14 +137,17 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
 
 @pytest.fixture(scope="module")
 def residual(data, tmp_path_factory):
-    """A run of the residual flow, for the OOD table alone."""
-    folder = tmp_path_factory.mktemp("residual") / "ood"
-    return folder, reproduce("ood", out=folder, changes=CHANGES, parts=["residual"], data=data)
+    """A run of the residual flow, and the OOD table that takes it."""
+    folder = tmp_path_factory.mktemp("residual")
+    return folder, [
+        reproduce(name, out=folder / name, changes=CHANGES, parts=["residual"], data=data)
+        for name in ("cifar10_flow", "ood")
+    ]
 
 
 def test_the_residual_flow_comes_back_and_the_loose_stop_does_not(residual):
-    folder, outcome = residual
-    found = read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["residual"]
+    folder, (_, outcome) = residual
+    found = read_json(folder / "ood" / "ours.json")["runs"]["quick"]["measured"]["0"]["residual"]
     assert found["model"] == "1-1 blocks and 1 dense, width 4, c = 0.98"
     for numbers in found["sets"].values():
         assert numbers["share_non_finite"] == 0
@@ -160,18 +164,16 @@ def test_the_residual_flow_comes_back_and_the_loose_stop_does_not(residual):
     assert [path.name for path in outcome.figures] == ["panels-residual-quick.png"]
 
 
-def test_estimated_log_determinants_agree_with_the_jacobian_in_the_mean(tiny, data, tmp_path):
-    found = RECIPE.run("residual-steps4", tiny, Work(tmp_path, 0, "cpu", data=data))
-    line = next(
-        line for line in flow_lines({0: {"residual-steps4": found}}, RECIPE.paper()) if "estimated" in line.what
-    )
-    assert line.holds
-    numbers = found.numbers | {"log_det_spread": {"apart": [0.1], "standard_error": [1e-3]}}
-    wrong = {0: {"residual-steps4": Measured(numbers, found.arrays)}}
+def test_estimated_log_determinants_agree_with_the_jacobian_in_the_mean(residual):
+    folder, (outcome, _) = residual
+    assert [line.holds for line in outcome.lines if "estimated" in line.what] == [True]
+    found, _ = kept(folder / "cifar10_flow" / "parts", "quick", RECIPE)
+    numbers = dict(found[0]["residual"].numbers) | {"log_det_spread": {"apart": [0.1], "standard_error": [1e-3]}}
+    wrong = {0: {"residual": Measured(numbers, found[0]["residual"].arrays)}}
     assert [line.holds for line in flow_lines(wrong, RECIPE.paper()) if "estimated" in line.what] == [False]
 
 
-def test_evaluations_draw_no_terms_at_random_and_training_does(tiny, data, tmp_path):
+def test_evaluations_draw_no_terms_at_random_and_training_does(tiny):
     flow = cifar10_flow.make_flow(Run.of("residual"), tiny)
     blocks = [part for part in flow.modules() if isinstance(part, Residual)]
     with by_series(flow):
