@@ -77,11 +77,11 @@ class DequantizationAttack(Recipe):
             residual_samples=32,
         ),
         "gpu": Config(
-            blocks=(8, 8, 8, 8),
+            blocks=(6, 6, 6, 6),
             hidden=256,
             batch=64,
             accumulate=1,
-            steps=3000,
+            steps=2500,
             optimizer="adam",
             warmup=300,
             clip=0.0,
@@ -92,11 +92,12 @@ class DequantizationAttack(Recipe):
             samples=256,
             attacked=32,
             conditions=2,
-            lanczos=8,
+            lanczos=6,
             plain=500,
             residual_blocks=(4, 4, 4, 4),
             residual_hidden=256,
-            residual_steps=1200,
+            residual_steps=900,
+            exact_terms=4,
             recompute=False,
             residual_attacked=8,
             residual_samples=64,
@@ -134,7 +135,7 @@ class DequantizationAttack(Recipe):
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
         if part == "residual":
-            config = face_flows.defining(config)
+            config = face_flows.as_residual(config)
         faces, facts = face_flows.load(config, work)
         looks = Looks(faces, config, work)
         flow, numbers, logs = face_flows.trained(part, config, faces, looks.during, work)

@@ -160,8 +160,8 @@ class Config:
             raise InputError(f"--set side={self.side}: expected a side that divides 64.")
 
 
-def defining(config: Config) -> Config:
-    """Of the residual flow: its own schedule."""
+def as_residual(config: Config) -> Config:
+    """The configuration with the residual flow's own schedule."""
     return replace(config, steps=config.residual_steps, optimizer="adam", samples=config.residual_samples)
 
 
