@@ -38,7 +38,7 @@ TINY = {
     "samples": 6,
     "shown": 3,
     "attacked": 4,
-    "attack_steps": 4,
+    "attack_steps": 3,
     "iterations": 1,
     "conditions": 1,
     "lanczos": 4,
@@ -119,17 +119,17 @@ def test_samples_are_taken_from_the_attacked_flows(measured, data, monkeypatch):
     }
 
 
-def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
-    clock = iter([0.0] * 3 + [math.inf])
+@pytest.mark.parametrize("part", ["affine", pytest.param("residual", marks=pytest.mark.slow)])
+def test_stopped_and_resumed_it_ends_as_if_it_was_not(part, measured, data, tmp_path, monkeypatch):
+    clock = iter([0.0] * 2 + [math.inf])
     monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match="0 of 1 parts are measured; the same command goes on"):
-        reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=["affine"], data=data, minutes=1e6)
+        reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=[part], data=data, minutes=1e6)
     monkeypatch.undo()
-    assert read_state(tmp_path / "pieces/quick/seed0/affine/last.safetensors")[1]["step"] == 4
-    reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=["affine"], data=data)
+    assert read_state(tmp_path / f"pieces/quick/seed0/{part}/last.safetensors")[1]["step"] == 3
+    reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=[part], data=data)
     whole, cut = (
-        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["affine"]
-        for folder in (measured[0], tmp_path)
+        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"][part] for folder in (measured[0], tmp_path)
     )
     assert cut == whole
 

@@ -20,7 +20,7 @@ from bilip.errors import NotMeasured
 from bilip.probes import Attack, AttackResult, AttackRun
 from bilip.recipes import face_flows
 from bilip.recipes.face_flows import PARTS, TITLES, Config, Faces
-from bilip.recipes.flow_probes import conditions
+from bilip.recipes.flow_probes import conditions, fixed_draws
 from bilip.recipes.flow_tables import percent, short
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 from bilip.recipes.residual_flows import by_series, cut_after, is_residual, solved_inverse
@@ -332,7 +332,9 @@ class Looks:
 
     def _bits(self, flow: Flow, count: int) -> float:
         x = self.faces.first("test", count)
-        return float(sum(flow.bits_per_dim(some, bits=self.faces.bits).double().sum() for some in chunks(x))) / len(x)
+        with fixed_draws():
+            total = sum(flow.bits_per_dim(some, bits=self.faces.bits).double().sum() for some in chunks(x))
+        return float(total) / len(x)
 
     def _samples(self, flow: Flow) -> dict[str, Any]:
         """Shares of samples and of pixels that are not finite before the last sigmoid, and of samples with NaN after it."""

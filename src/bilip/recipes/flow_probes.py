@@ -243,7 +243,8 @@ def sampled(flow: Flow, count: int, *, bits: int, seed: int) -> tuple[Sampled, T
 @torch.no_grad()
 def bits_per_dim(flow: Flow, inputs: Inputs, name: str, most: int) -> float:
     """The mean over some images; NaN or Inf if one is."""
-    found = [flow.bits_per_dim(x, bits=inputs.bits).double().sum() for x in inputs.chunks(name, most)]
+    with fixed_draws():
+        found = [flow.bits_per_dim(x, bits=inputs.bits).double().sum() for x in inputs.chunks(name, most)]
     return float(sum(found)) / inputs.count(name, most)
 
 
