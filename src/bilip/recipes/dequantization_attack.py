@@ -77,8 +77,7 @@ class DequantizationAttack(Recipe):
             residual_samples=32,
         ),
         "gpu": Config(
-            blocks=(6, 6, 6, 6),
-            hidden=256,
+            hidden=128,
             batch=64,
             accumulate=1,
             steps=2500,
@@ -90,6 +89,7 @@ class DequantizationAttack(Recipe):
             looks=6,
             test_looked=500,
             samples=256,
+            shown=6,
             attacked=32,
             conditions=2,
             lanczos=6,
@@ -106,7 +106,7 @@ class DequantizationAttack(Recipe):
     }
     cost: Mapping[str, str] = {
         "quick": "minutes on two cores; the residual flow takes most of it",
-        "gpu": "about five minutes of one H200 with --jobs 3 under CUDA's MPS, an estimate",
+        "gpu": "about six minutes of one H200 with --jobs 3 under CUDA's MPS, an estimate",
         "paper": "90,000 steps of three flows; days on one GPU; not timed yet",
     }
     matched = (
