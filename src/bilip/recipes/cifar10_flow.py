@@ -93,7 +93,7 @@ class Config:
         recompute: Whether its activations are computed again in the backward pass instead of kept.
         residual_looks: Its evaluations along training.
         residual_ood: Images of each set that it reconstructs in the end.
-        residual_loose: Of them by the loose stop of the original code.
+        residual_loose: Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
         residual_repeats: Estimates of its log-determinant that are averaged before it is held against the Jacobian.
     """
 
@@ -230,6 +230,7 @@ class Cifar10Flow(Recipe):
             residual_hidden=256,
             residual_steps=2000,
             residual_warmup=200,
+            recompute=False,
             residual_looks=4,
             residual_ood=2000,
         ),
@@ -403,7 +404,8 @@ def as_residual(config: Config) -> Config:
         looks=config.residual_looks,
         samples=min(config.samples, config.residual_ood),
         ood=config.residual_ood,
-        referenced=min(config.referenced, config.residual_ood),
+        referenced=min(config.referenced, config.residual_loose),
+        conditions=1,
     )
 
 
