@@ -548,3 +548,26 @@ print(sorted({"torch", "matplotlib.pyplot", "tkinter"} & set(sys.modules)))
     arguments = [sys.executable, "-c", program, str(tmp_path / "a.png")]
     run = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=900)
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
+
+
+def test_rows_of_images_show_broken_pixels_in_cyan():
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 200, (4, 8, 8, 3)).astype(np.uint8)
+    broken = np.zeros((4, 8, 8), np.uint8)
+    broken[1, 2:4] = 1
+    figure = figures.image_rows({"data": (images, 0 * broken), "samples": (images[:3], broken[:3])})
+    assert [axes.get_ylabel() for axes in figure.axes] == ["data", "samples"]
+    above, below = (np.asarray(axes.get_images()[0].get_array()) for axes in figure.axes)
+    assert above.shape == (8, 4 * 9 - 1, 3)
+    assert below.shape == (8, 3 * 9 - 1, 3)
+    assert below[3, 10].tolist() == [0, 255, 255]
+    assert below[0, 0].tolist() == images[0, 0, 0].tolist()
+    assert {axes.get_xlim() for axes in figure.axes} == {(-0.5, 34.5)}  # columns stand under each other
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Inf or NaN"]
+    assert not figures.image_rows({"data": (images, 0 * broken)}).legends
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (4, 8, 8, 1), (0, 8, 8, 3), (4, 8, 9, 3)])
+def test_rows_of_images_of_another_shape_are_refused(shape):
+    with pytest.raises(InputError, match=r"rows\['data'\] has shapes .* expected \(count, height, width, 3\)"):
+        figures.image_rows({"data": (np.zeros(shape, np.uint8), np.zeros((4, 8, 8), np.uint8))})

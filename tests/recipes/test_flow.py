@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bilip import Flow
-from bilip.blocks import Bijection, Chain, DiagonalScaling
+from bilip import Flow, models
+from bilip.blocks import Bijection, Chain, DiagonalScaling, Poisson, Residual, Roulette, Series
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.data import Images
 from bilip.errors import CheckpointError, InputError, Stopped
@@ -17,7 +17,9 @@ from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
 from bilip.recipes.flow_runs import SETS, SOURCES, Run
 from bilip.recipes.flow_tables import flow_lines, percent
+from bilip.recipes.piece import kept
 from bilip.recipes.recipe import Work
+from bilip.recipes.residual_flows import by_series, decode, solved_inverse
 from bilip.record import read_json
 from bilip.training import Draw, read_state, run
 from bilip.training.step import CapturedStep
@@ -47,8 +49,18 @@ TINY = {
     "points": 1,
     "optimizer": "adam",
     "mixing": "conv1x1",
+    "residual_blocks": "1,1",
+    "residual_hidden": 4,
+    "residual_dense": 1,
+    "residual_steps": 6,
+    "residual_warmup": 2,
+    "residual_looks": 1,
+    "residual_ood": 16,
+    "residual_loose": 12,
+    "residual_repeats": 16,
 }
 CHANGES = [f"{name}={value}" for name, value in TINY.items()]
+TINY["residual_blocks"] = (1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,8 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
         raise AssertionError("trained again")
 
     monkeypatch.setattr(type(RECIPE), "run", never)
-    outcome = reproduce("ood", out=folder.parent / "ood", changes=CHANGES, data=data)
+    glows = ["affine", "modified", "additive"]
+    outcome = reproduce("ood", out=folder.parent / "ood", changes=CHANGES, parts=glows, data=data)
     lines = {line.what: line for line in outcome.lines}
     cifar = lines["affine, 12 steps: CIFAR-10 test (16 images of 10,000)"]
     assert cifar.paper == "0 % Inf, error 6.3e-5"
@@ -109,7 +122,7 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
     assert lines["affine, 12 steps: rademacher (16 images)"].holds is False  # nothing has exploded after 12 steps
     assert lines["modified affine, 12 steps: rademacher (16 images)"].holds is None
     assert lines["affine, 12 steps: Places"].ours == "not there"
-    assert lines["residual flow"].ours.startswith("missing")
+    assert lines["residual flow"].ours == "not run"
     assert {path.name for path in outcome.figures} == {
         f"panels-{k}-quick.png" for k in ("additive", "affine", "modified")
     }
@@ -120,6 +133,62 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
     other = [change.replace("lr=0.001", "lr=0.002") for change in CHANGES]
     with pytest.raises(KeyError):  # another configuration is another run
         reproduce("ood", out=folder.parent / "ood2", changes=other, parts=["affine"], data=data)
+
+
+@pytest.fixture(scope="module")
+def residual(data, tmp_path_factory):
+    """A run of the residual flow, and the OOD table that takes it."""
+    folder = tmp_path_factory.mktemp("residual")
+    return folder, [
+        reproduce(name, out=folder / name, changes=CHANGES, parts=["residual"], data=data)
+        for name in ("cifar10_flow", "ood")
+    ]
+
+
+def test_the_residual_flow_comes_back_and_the_loose_stop_does_not(residual):
+    folder, (_, outcome) = residual
+    found = read_json(folder / "ood" / "ours.json")["runs"]["quick"]["measured"]["0"]["residual"]
+    assert found["model"] == "1-1 blocks and 1 dense, width 4, c = 0.98"
+    for numbers in found["sets"].values():
+        assert numbers["share_non_finite"] == 0
+        assert numbers["error_worst"] < 1e-4
+        assert numbers["unconverged"] == 0
+        assert numbers["unsquashed"] < 1e-3
+        assert numbers["share_log_prob_wrong"] == 0  # the float64 copy has the same random probes
+        assert numbers["loose_worst"] > 10 * numbers["error_worst"]
+    lines = {line.what: line for line in outcome.lines}
+    assert lines["residual flow, 6 steps: rademacher (16 images)"].holds
+    assert lines["residual flow, 6 steps: rademacher (16 images)"].paper == "0 % Inf, error 1.9e-3"
+    assert lines["residual flow, 6 steps: mean errors, from set to set, with the original's loose stop"].holds
+    assert not [line for line in outcome.lines if line.what == "residual flow"]
+    assert [path.name for path in outcome.figures] == ["panels-residual-quick.png"]
+
+
+def test_estimated_log_determinants_agree_with_the_jacobian_in_the_mean(residual):
+    folder, (outcome, _) = residual
+    assert [line.holds for line in outcome.lines if "estimated" in line.what] == [True]
+    found, _ = kept(folder / "cifar10_flow" / "parts", "quick", RECIPE)
+    numbers = dict(found[0]["residual"].numbers) | {"log_det_spread": {"apart": [0.1], "standard_error": [1e-3]}}
+    wrong = {0: {"residual": Measured(numbers, found[0]["residual"].arrays)}}
+    assert [line.holds for line in flow_lines(wrong, RECIPE.paper()) if "estimated" in line.what] == [False]
+
+
+def test_evaluations_draw_no_terms_at_random_and_training_does(tiny):
+    flow = cifar10_flow.make_flow(Run.of("residual"), tiny)
+    blocks = [part for part in flow.modules() if isinstance(part, Residual)]
+    with by_series(flow):
+        assert {part.estimator for part in blocks} == {Series(20)}
+    assert {part.estimator for part in blocks} == {Roulette(Poisson(2.0), exact_terms=2, shared=True)}
+
+
+def test_a_sample_that_misses_its_tolerance_is_lost_and_no_other():
+    flow = models.residual_flow(2, blocks=2, hidden=(8,)).eval()
+    z = torch.randn(4, 2)
+    z[2] = math.nan
+    found = solved_inverse(flow, z)
+    assert found.converged.tolist() == [True, True, False, True]
+    assert torch.isfinite(found.x).all(1).tolist() == [True, True, False, True]
+    assert not bool(torch.isfinite(decode(flow, z)[2]).any())
 
 
 def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
@@ -202,7 +271,9 @@ def test_a_set_that_is_damaged_is_not_a_set_that_is_missing(tiny, data, tmp_path
         cifar10_flow.load(tiny, Work(tmp_path / "part", data=tmp_path))
 
 
-@pytest.mark.parametrize("part", ["afine", "additive-eps0.01", "affine-eps", "modified-conv", "affine-steps"])
+@pytest.mark.parametrize(
+    "part", ["afine", "additive-eps0.01", "affine-eps", "modified-conv", "affine-steps", "residual-reverse"]
+)
 def test_parts_that_do_not_exist(part, tmp_path):
     with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
         reproduce("cifar10_flow", out=tmp_path, parts=[part])
@@ -235,6 +306,8 @@ def test_what_parts_mean(tiny):
         ("optimizer=sgd", "adam, adamax"),
         ("bits=9", "at most 8 bits"),
         ("side=12", "divides 32"),
+        ("coefficient=1", "between 0 and 1"),
+        ("residual_blocks=", "one or more"),
     ],
 )
 def test_configurations_that_are_refused(change, said, tmp_path):

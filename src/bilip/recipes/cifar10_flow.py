@@ -1,8 +1,9 @@
 """Image flows on CIFAR-10: likelihood, samples, and how images of other kinds come back, while they are trained and in the end.
 
 A part is one Glow, `additive`, `affine` (scale onto (0, 1)) or `modified` (onto (0.5, 1)). After it may come `-eps0.01`, added to the
-scale, `-reverse`, `-shuffle` or `-conv1x1` for another mixing of channels, and `-steps1000` for another number of steps. A part trains
-and measures everything that needs its weights, so that the recipe `ood` has nothing left to train.
+scale, `-reverse`, `-shuffle` or `-conv1x1` for another mixing of channels, and `-steps1000` for another number of steps. `residual`, with
+sizes and schedule of its own, is a residual flow, for the recipe `ood`. A part trains and measures everything that needs its
+weights, so that `ood` has nothing left to train.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from bilip import Flow, models
+from bilip.auditing.round_trip import norms
+from bilip.blocks import ActNorm, Chain, Logit
 from bilip.blocks.scale import TanhExpScale
 from bilip.data import IMAGE_SETS, ImageBatches, Images, dequantize, image_set, seed_of
 from bilip.errors import DataNotFound, InputError, TrainingDiverged
@@ -26,9 +29,10 @@ from bilip.recipes import flow_probes
 from bilip.recipes.cifar10_classifier import shrunk
 from bilip.recipes.config import require
 from bilip.recipes.flow_probes import NOISE, Inputs, Trip
-from bilip.recipes.flow_runs import KINDS, SETS, SOURCES, Run
+from bilip.recipes.flow_runs import GLOWS, SETS, SOURCES, Run
 from bilip.recipes.flow_tables import flow_figures, flow_lines
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, share_terms, solved_inverse
 from bilip.training import Draw, Task, read_log, read_state
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ __all__ = ["RECIPE", "Config"]
 PRIOR = TanhExpScale(clamp=3.0)  # of the channels that leave early: their deviation is predicted within e^-3 and e^3
 COUNTS = ("side", "levels", "blocks", "hidden", "batch", "steps", "lr", "start", "looks", "looked", "test_looked")
 COUNTS += ("conditions", "lanczos", "samples", "ood", "referenced", "pictures", "points", "bits")
+RESIDUAL = ("hidden", "steps", "lr", "looks", "ood", "loose", "repeats")
+ALPHA = 0.05  # of the logit that a residual flow begins with
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,20 @@ class Config:
         referenced: Of them with a float64 reference of their likelihood.
         pictures: Images of each set that are kept for the figures.
         points: Images at which the log-determinant is held against the Jacobian.
+        residual_blocks: Blocks of each scale of the residual flow.
+        residual_hidden: Channels of its nets.
+        residual_dense: Fully connected blocks at its end.
+        residual_steps: Its steps, by Adam without weight decay.
+        residual_lr: Its learning rate.
+        residual_warmup: Steps over which that grows.
+        coefficient: Certified constant of its branches.
+        exact_terms: Terms of its log-determinants that are always there; a Poisson number of further ones, the same for all blocks of
+            a step, makes the estimate unbiased.
+        recompute: Whether its activations are computed again in the backward pass instead of kept.
+        residual_looks: Its evaluations along training.
+        residual_ood: Images of each set that it reconstructs in the end.
+        residual_loose: Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
+        residual_repeats: Estimates of its log-determinant that are averaged before it is held against the Jacobian.
     """
 
     side: int = 32
@@ -106,10 +126,25 @@ class Config:
     referenced: int = 10_000
     pictures: int = 3
     points: int = 2
+    residual_blocks: tuple[int, ...] = (16, 16, 16)
+    residual_hidden: int = 512
+    residual_dense: int = 4
+    residual_steps: int = 100_000
+    residual_lr: float = 1e-3
+    residual_warmup: int = 1000
+    coefficient: float = 0.98
+    exact_terms: int = 2
+    recompute: bool = True
+    residual_looks: int = 10
+    residual_ood: int = 10_000
+    residual_loose: int = 500
+    residual_repeats: int = 64
 
     def __post_init__(self) -> None:
-        require(self, positive=COUNTS)
-        for name in ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip"):
+        require(self, positive=(*COUNTS, *(f"residual_{name}" for name in RESIDUAL)))
+        require_blocks(self.residual_blocks)
+        free = ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip")
+        for name in (*free, "residual_dense", "residual_warmup", "exact_terms"):
             if getattr(self, name) < 0:
                 raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
         for name, known in {"mixing": ("conv1x1", "reverse", "shuffle"), "optimizer": ("adam", "adamax")}.items():
@@ -117,10 +152,25 @@ class Config:
                 raise InputError(f"--set {name}={getattr(self, name)}: expected {', '.join(known)}.")
         if self.bits > 8 or self.ema >= 1:
             raise InputError(f"--set bits={self.bits} ema={self.ema}: expected at most 8 bits, and an average below 1.")
+        if not 0 < self.coefficient < 1 or self.residual_repeats < 2:
+            raise InputError(
+                f"--set coefficient={self.coefficient} residual_repeats={self.residual_repeats}: expected a number between 0 and 1, and 2 "
+                "repeats or more."
+            )
+        if self.side % 2 ** (len(self.residual_blocks) - 1):
+            raise InputError(
+                f"--set side={self.side} residual_blocks={self.residual_blocks}: expected a side that can be halved between the scales."
+            )
         if self.side > 32 or 32 % self.side or self.side % 2**self.levels:
             raise InputError(
                 f"--set side={self.side} levels={self.levels}: expected a side that divides 32 and can be halved {self.levels} times."
             )
+
+
+def require_blocks(blocks: tuple[int, ...]) -> None:
+    """Raise an `InputError` unless there is a positive number for each scale of a residual flow, one or more."""
+    if not blocks or min(blocks) < 1:
+        raise InputError(f"--set residual_blocks={blocks}: expected positive numbers, one or more, as in 8,8,8.")
 
 
 class Cifar10Flow(Recipe):
@@ -152,6 +202,15 @@ class Cifar10Flow(Recipe):
             samples=500,
             ood=500,
             referenced=500,
+            residual_blocks=(4, 4),
+            residual_hidden=32,
+            residual_dense=2,
+            residual_steps=300,
+            residual_lr=2e-3,
+            residual_warmup=30,
+            recompute=False,
+            residual_looks=3,
+            residual_ood=500,
         ),
         "gpu": Config(
             blocks=16,
@@ -167,6 +226,13 @@ class Cifar10Flow(Recipe):
             lanczos=12,
             samples=2000,
             referenced=2000,
+            residual_blocks=(8, 8, 8),
+            residual_hidden=256,
+            residual_steps=2000,
+            residual_warmup=200,
+            recompute=False,
+            residual_looks=4,
+            residual_ood=2000,
         ),
         "paper": Config(),
     }
@@ -192,7 +258,7 @@ class Cifar10Flow(Recipe):
     partial = True
 
     def parts(self, config: Config) -> Sequence[str]:
-        return KINDS
+        return GLOWS
 
     def has(self, part: str, config: Config) -> bool:
         try:
@@ -203,7 +269,10 @@ class Cifar10Flow(Recipe):
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
         run = Run.of(part)
-        config = replace(config, steps=run.steps or config.steps, mixing=run.mixing or config.mixing)
+        config = replace(config, mixing=run.mixing or config.mixing)
+        if run.kind == "residual":
+            config = as_residual(config)
+        config = replace(config, steps=run.steps or config.steps)
         train, inputs, facts = load(config, work)
         torch.manual_seed(seed_of(work.seed, 0, "weights"))
         flow = make_flow(run, config).to(work.device)
@@ -238,6 +307,7 @@ class Cifar10Flow(Recipe):
             "dimensions": math.prod(inputs.shape),
             **facts,
             "diverged": diverged,
+            "model": described(run, config),
             "parameters": sum(p.numel() for p in flow.parameters()),
             "skipped": skipped_steps(logs["train"]),
         }
@@ -249,7 +319,8 @@ class Cifar10Flow(Recipe):
             with torch.no_grad():
                 for name, p in flow.named_parameters():
                     p.copy_(average[f"average.{name}"])
-        return Measured(numbers | looks.after(work), arrays | looks.pictures)
+        with by_series(flow):
+            return Measured(numbers | looks.after(work), arrays | looks.pictures)
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return flow_lines(found, self.paper())
@@ -313,8 +384,35 @@ def shrunk_to(images: Images, count: int, side: int) -> Images:
     return shrunk(images, count or len(images), side)
 
 
+def described(run: Run, config: Config) -> str:
+    """The size of the flow of a run, in words."""
+    if run.kind == "residual":
+        blocks = "-".join(map(str, config.residual_blocks))
+        return f"{blocks} blocks and {config.residual_dense} dense, width {config.residual_hidden}, c = {config.coefficient:g}"
+    return f"{config.levels} levels of {config.blocks} blocks, width {config.hidden}"
+
+
+def as_residual(config: Config) -> Config:
+    """The configuration with the residual flow's own schedule and cadence."""
+    return replace(
+        config,
+        steps=config.residual_steps,
+        optimizer="adam",
+        lr=config.residual_lr,
+        warmup=config.residual_warmup,
+        weight_decay=0.0,
+        looks=config.residual_looks,
+        samples=min(config.samples, config.residual_ood),
+        ood=config.residual_ood,
+        referenced=min(config.referenced, config.residual_loose),
+        conditions=1,
+    )
+
+
 def make_flow(run: Run, config: Config) -> Flow:
     """The flow of a run, before it has seen data."""
+    if run.kind == "residual":
+        return make_residual_flow(config)
     trunk = models.glow(
         (3, config.side, config.side),
         levels=config.levels,
@@ -328,6 +426,25 @@ def make_flow(run: Run, config: Config) -> Flow:
         prior_scale=PRIOR,
     )
     return models.flow(trunk)
+
+
+def make_residual_flow(config: Config) -> Flow:
+    """A residual flow on [-1/2, 1/2]: images are moved to [0, 1] first."""
+    shape = (3, config.side, config.side)
+    trunk = models.residual_flow(
+        shape,
+        blocks=config.residual_blocks,
+        hidden=config.residual_hidden,
+        coefficient=config.coefficient,
+        logit=ALPHA,
+        dense_blocks=config.residual_dense,
+        recompute=config.recompute,
+    )
+    share_terms(trunk, config.exact_terms)
+    move = ActNorm(3, start="identity").requires_grad_(False)
+    with torch.no_grad():
+        move.bias.fill_(0.5)
+    return Flow(Chain(move, *trunk, shape=shape))
 
 
 @torch.no_grad()
@@ -360,11 +477,16 @@ class Looks:
         self.sources = [name for name in SOURCES if name in (*inputs.images, *NOISE, "samples")]
         self.steps = tuple(round(config.steps * k / config.looks) for k in range(config.looks + 1))
         last = len(self.steps) - 1
-        self.conditions_at = {self.steps[k] for k in {0, 1, *(last >> k for k in range(8))}}
+        at = {last} if is_residual(flow.bijection) else {0, 1, *(last >> k for k in range(8))}
+        self.conditions_at = {self.steps[k] for k in at}
         self.pictures: dict[str, np.ndarray] = {}
 
     def during(self, model: Any, done: int) -> dict[str, float]:
         """A row of the log; NaN for what is not measured at this step."""
+        with by_series(model):
+            return self._during(model, done)
+
+    def _during(self, model: Any, done: int) -> dict[str, float]:
         config = self.config
         found = {"test_bits": flow_probes.bits_per_dim(model, self.inputs, "cifar10", config.test_looked)}
         images: dict[str, Tensor] = {}
@@ -409,7 +531,10 @@ class Looks:
         found["sets"] = self._sets(work)
         work.progress("the log-determinant against the Jacobian", 0.97)
         points = inputs.first("cifar10", config.points)
-        found["log_det"] = flow_probes.log_det_errors(flow, points)
+        if is_residual(flow.bijection):
+            found["log_det_spread"] = flow_probes.log_det_spread(flow, points, config.residual_repeats)
+        else:
+            found["log_det"] = flow_probes.log_det_errors(flow, points)
         return found
 
     def _sets(self, work: Work) -> dict[str, dict[str, float]]:
@@ -437,8 +562,33 @@ class Looks:
                 "auroc": flow_probes.auroc(inside[0], known.log_prob),
                 "auroc_trusted": flow_probes.auroc(inside[0][inside[1]], known.log_prob[good]),
             }
+            if is_residual(self.flow.bijection):
+                found[name] |= self._inverses(self.inputs.first(name, self.config.residual_loose))
             self._keep(name, self.inputs.first(name, flow_probes.CHUNK))
         return found
+
+    @torch.no_grad()
+    def _inverses(self, x: Tensor) -> dict[str, float]:
+        """Of the residual flow: what its solved inverse and the original's loose stop leave, L2 errors of an image.
+
+        `unsquashed` is the largest error before the sigmoid that ends the inverse, where nothing bounds it, NaN if one is; `evaluations`
+        are those of all residual branches, for the sample that took most in each.
+        """
+        bijection = self.flow.bijection
+        z = bijection(x)
+        solved, before = solved_inverse(bijection, z), x
+        for part in bijection:
+            before = part(before)
+            if isinstance(part, Logit):
+                break
+        loose = norms((loose_inverse(bijection, z).double() - x.double()).flatten(1))
+        return {
+            "loose_error": float(loose.mean()),
+            "loose_worst": float(loose.max()),
+            "unconverged": int((~solved.converged).sum()),
+            "unsquashed": float(norms((solved.before.double() - before.double()).flatten(1)).max()),
+            "evaluations": solved.evaluations,
+        }
 
     def _keep(self, name: str, x: Tensor) -> None:
         kept = flow_probes.pictures(self.flow, x, self.config.pictures)

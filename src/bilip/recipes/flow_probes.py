@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -18,6 +19,7 @@ from bilip.auditing.round_trip import norms
 from bilip.data import Images, dequantize, seed_of
 from bilip.errors import NotMeasured
 from bilip.probes import Subject, jacobian
+from bilip.recipes.residual_flows import decode, is_residual
 
 __all__ = [
     "CONSISTENT",
@@ -28,7 +30,9 @@ __all__ = [
     "auroc",
     "bits_per_dim",
     "conditions",
+    "fixed_draws",
     "log_det_errors",
+    "log_det_spread",
     "pictures",
     "round_trip",
     "sampled",
@@ -38,6 +42,7 @@ __all__ = [
 
 CHUNK = 500
 NOISE = ("uniform", "gaussian", "rademacher")
+WHOLE = 4096  # dimensions up to which the whole Jacobian of a residual flow is taken apart
 VISIBLE = 4 / 256  # the largest error of a pixel that nobody sees: four of 256 grey levels
 CONSISTENT = 0.01  # bits per dimension by which a sample's likelihood may change when it is encoded again
 PART = 1e-3  # of d + |log p|: how far a likelihood may be from its float64 reference
@@ -132,12 +137,21 @@ class Trip:
         return Trip(*(getattr(self, field.name)[:count] for field in fields(self)))
 
 
+@contextmanager
+def fixed_draws(seed: int = 0) -> Iterator[None]:
+    """Inside, the random probes of an estimated log-determinant are those of a seed; outside, nothing was drawn."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
 @torch.no_grad()
 def round_trip(flow: Flow, x: Tensor) -> Trip:
     """Encode and decode."""
-    z, log_det = flow.bijection.forward_and_log_det(x)
+    with fixed_draws():
+        z, log_det = flow.bijection.forward_and_log_det(x)
     log_prob = flow.base_log_prob(z).double() + log_det.double()
-    return _trip(x, flow.bijection.inverse(z), log_prob)
+    return _trip(x, decode(flow.bijection, z), log_prob)
 
 
 def _trip(x: Tensor, back: Tensor, log_prob: Tensor) -> Trip:
@@ -209,7 +223,14 @@ def sampled(flow: Flow, count: int, *, bits: int, seed: int) -> tuple[Sampled, T
     for start in range(0, count, CHUNK):
         generator = torch.Generator().manual_seed(seed_of(seed, start, "samples"))
         z = torch.randn(CHUNK, *(flow.latent_shape or ()), generator=generator)[: count - start].to(device)
-        x, log_det = flow.bijection.inverse_and_log_det(z)
+        if is_residual(flow.bijection):
+            x = decode(flow.bijection, z)
+            with (
+                fixed_draws()
+            ):  # the estimate that encoding the sample again gives: what differs is not the random probe
+                log_det = -flow.bijection.forward_and_log_det(x)[1]
+        else:
+            x, log_det = flow.bijection.inverse_and_log_det(z)
         trip = round_trip(flow, x)
         size = math.log(2) * math.prod(x.shape[1:])
         drawn.append((bits - (flow.base_log_prob(z).double() - log_det.double()) / size).cpu())
@@ -222,14 +243,19 @@ def sampled(flow: Flow, count: int, *, bits: int, seed: int) -> tuple[Sampled, T
 @torch.no_grad()
 def bits_per_dim(flow: Flow, inputs: Inputs, name: str, most: int) -> float:
     """The mean over some images; NaN or Inf if one is."""
-    found = [flow.bits_per_dim(x, bits=inputs.bits).double().sum() for x in inputs.chunks(name, most)]
+    with fixed_draws():
+        found = [flow.bits_per_dim(x, bits=inputs.bits).double().sum() for x in inputs.chunks(name, most)]
     return float(sum(found)) / inputs.count(name, most)
 
 
 def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
     """Condition numbers in float64, found from below by so many steps of Lanczos' method; Inf where the forward pass is not finite there,
-    NaN where float64 is not enough to linearise the flow.
+    NaN where float64 is not enough to linearise the flow. Those of residual flows are of the whole Jacobian where it is not too large:
+    each of Lanczos' steps would have to invert every block by iteration.
     """
+    if is_residual(flow.bijection) and x[0].numel() <= WHOLE:
+        values = [torch.linalg.svdvals(jacobian(flow.bijection, x[k : k + 1])).flatten() for k in range(len(x))]
+        return [float(each[0] / each[-1]) for each in values]
     subject = Subject.of(flow)
     finite = torch.isfinite(subject.twin(torch.float64).forward(x.double()).value.flatten(1)).all(1)
     found = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
@@ -272,12 +298,38 @@ def log_det_errors(flow: Flow, x: Tensor) -> dict[str, list[float]]:
     return found
 
 
+def log_det_spread(flow: Flow, x: Tensor, repeats: int) -> dict[str, list[float]]:
+    """Estimated log-determinants against that of the whole Jacobian, in float64, at each point.
+
+    Returns:
+        Nats per dimension: `apart`, the mean of so many estimates less the log-determinant of the Jacobian, and `standard_error` of that
+        mean.
+    """
+    twin = Subject.of(flow).twin(torch.float64)
+    size, found = x[0].numel(), {"apart": [], "standard_error": []}
+    for k in range(len(x)):
+        exact = float(_linalg.slogdet(jacobian(flow.bijection, x[k : k + 1]))[1])
+        several = x[k : k + 1].double().expand(repeats, *x.shape[1:])
+        with fixed_draws(k):
+            values = twin.forward_and_log_det(several).values[1]
+        found["apart"].append((float(values.mean()) - exact) / size)
+        found["standard_error"].append(float(values.std()) / math.sqrt(repeats) / size)
+    return found
+
+
+@torch.no_grad()
 def trusted(flow: Flow, chunks: Iterator[Tensor], log_prob: Tensor) -> Tensor:
-    """Which log-likelihoods agree with those that a float64 copy computes, within `PART` of d + |log p|."""
+    """Which log-likelihoods agree with those that a float64 copy computes, within `PART` of d + |log p|; where they are estimated, both
+    are computed here with the same random probes.
+    """
     reference, good, start = Reference(Subject.of(flow)), [], 0
     for x in chunks:
-        exact = reference.log_prob(x).cpu()
+        with fixed_draws(start):
+            exact = reference.log_prob(x).cpu()
         value = log_prob[start : start + len(x)]
+        if is_residual(flow.bijection):
+            with fixed_draws(start):
+                value = flow.log_prob(x).double().cpu()
         good.append((value - exact).abs() <= tolerance(exact, x[0].numel(), PART))  # False for NaN
         start += len(x)
     return torch.cat(good)
@@ -309,8 +361,8 @@ def pictures(flow: Flow, x: Tensor, count: int) -> dict[str, np.ndarray]:
     Returns:
         `images`, bytes of shape (count, 2, height, width, 3), input and reconstruction, and `broken`, 1 where a pixel is not finite.
     """
-    back = flow.bijection.inverse(
-        flow.bijection(x)
+    back = decode(
+        flow.bijection, flow.bijection(x)
     )  # once: in a batch of another size rounding, and what is lost, may differ
     trip = _trip(x, back, torch.zeros(len(x)))
     worst = int(torch.where(trip.finite, trip.l2, math.inf).argmax())

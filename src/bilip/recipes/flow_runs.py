@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
 from bilip.errors import InputError
 
-__all__ = ["KINDS", "SETS", "SOURCES", "TITLES", "Run"]
+__all__ = ["GLOWS", "KINDS", "SETS", "SOURCES", "TITLES", "Run"]
 
-KINDS = ("additive", "affine", "modified")
-TITLES = {"additive": "additive", "affine": "affine", "modified": "modified affine"}
+GLOWS = ("additive", "affine", "modified")
+KINDS = (*GLOWS, "residual")
+TITLES = {"additive": "additive", "affine": "affine", "modified": "modified affine", "residual": "residual flow"}
 SETS = {
     "cifar10": "CIFAR-10 test",
     "uniform": "uniform",
@@ -26,7 +27,7 @@ SOURCES = {"cifar10": "data", "samples": "samples"} | {
     name: SETS[name] for name in ("uniform", "gaussian", "rademacher", "svhn", "textures")
 }
 PART = re.compile(
-    r"(additive|affine|modified)(?:-eps([0-9.]+(?:e-?[0-9]+)?))?(?:-(conv1x1|reverse|shuffle))?(?:-steps([0-9]+))?"
+    r"(additive|affine|modified|residual)(?:-eps([0-9.]+(?:e-?[0-9]+)?))?(?:-(conv1x1|reverse|shuffle))?(?:-steps([0-9]+))?"
 )
 
 
@@ -48,9 +49,14 @@ class Run:
     def of(cls, part: str) -> Run:
         """The run that a part names."""
         match = PART.fullmatch(part)
-        if match is None or (match[1] == "additive" and match[2]):
+        if (
+            match is None
+            or (match[1] not in ("affine", "modified") and match[2])
+            or (match[1] == "residual" and match[3])
+        ):
             raise InputError(
-                f"{part!r} names no run: expected, for example, affine, modified-reverse, affine-eps0.01 or additive-steps1000."
+                f"{part!r} names no run: expected, for example, affine, modified-reverse, affine-eps0.01, additive-steps1000 or "
+                "residual."
             )
         kind, eps, mixing, steps = match.groups()
         return cls(kind, float(eps or 0), mixing, int(steps) if steps else None)

@@ -26,6 +26,8 @@ MODULES = {
     "gradient_angles": "bilip.recipes.gradient_angles",
     "cifar10_flow": "bilip.recipes.cifar10_flow",
     "ood": "bilip.recipes.ood",
+    "dequantization_attack": "bilip.recipes.dequantization_attack",
+    "celeba_samples": "bilip.recipes.celeba_samples",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 

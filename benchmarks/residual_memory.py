@@ -1,0 +1,210 @@
+"""Are residual blocks suited to memory-saving gradients? The paper says no, for the cost of their iterative inverse.
+
+A residual network without log-determinants, as in a classifier, trained by a loss on its latent, beside additive couplings of the same
+image size. The ways to compute the same gradients:
+
+* stored: ordinary backpropagation.
+* kept inputs: `bilip.Reversible`, which keeps the input of a block whose inverse is iterative, and evaluates the block again.
+* inverted: nothing but the latent is kept; each block's input is found by its inverse, to the tolerance that the dtype allows.
+* inverted loosely: the same to a tolerance of 1e-2 for each block, with gradients that are wrong by so much.
+* couplings stored, couplings reversible: additive Glow, for which the inverse is a formula.
+
+Time: every repetition runs each way once, in rotating order; the median, and its ratio to stored. Memory: what is saved for the backward
+pass, counted tensor by tensor; on CUDA also the peak of the allocator. The weights are large, so that every branch uses up its constant, as
+in a trained model.
+
+    PYTHONPATH=src python benchmarks/residual_memory.py --out results/residual_memory/cpu.json
+    PYTHONPATH=src python benchmarks/residual_memory.py --device cuda --side 32 --blocks 16 --hidden 512 --batch 64 \
+        --out results/residual_memory/h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bilip import Chain, Reversible
+from bilip.blocks import Bijection, Residual, inverting
+from bilip.models import glow, residual_flow
+from bilip.record import environment
+from bilip.reversible import angle
+
+SCALES, LOOSE = 3, 1e-2
+
+
+def residual_network(args: argparse.Namespace) -> Chain:
+    torch.manual_seed(args.seed)
+    model = residual_flow(
+        (3, args.side, args.side), blocks=(args.blocks,) * SCALES, hidden=args.hidden, coefficient=args.coefficient
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(20.0 if name.endswith("weight") else 1.0)
+    return model.to(args.device)
+
+
+def couplings(args: argparse.Namespace) -> Chain:
+    torch.manual_seed(args.seed)
+    shape = (3, args.side, args.side)
+    return glow(shape, levels=SCALES, blocks=args.blocks, hidden=args.hidden, coupling="additive").to(args.device)
+
+
+class Inverted(torch.autograd.Function):
+    """A chain that keeps its latent alone, and goes back block by block."""
+
+    @staticmethod
+    def forward(ctx, chain: Chain, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.chain = chain
+        with torch.no_grad():
+            z = chain(x)
+        ctx.save_for_backward(z)
+        return z
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (z,), (grad,) = ctx.saved_tensors, grads
+        found: dict[nn.Parameter, Tensor] = {}
+        for block in reversed(list(ctx.chain)):
+            with torch.no_grad():
+                x = block.inverse(z)
+            own = [p for p in block.parameters() if p.requires_grad]
+            with torch.enable_grad():
+                inner = x.detach().requires_grad_()
+                grad, *rest = torch.autograd.grad(block(inner), [inner, *own], grad)
+            found |= dict(zip(own, rest, strict=True))
+            z = x
+        return (None, grad, *(found.get(p) for p in ctx.chain.parameters()))
+
+
+def by_inverse(chain: Chain) -> Callable[[Tensor], Tensor]:
+    return lambda x: Inverted.apply(chain, x, *chain.parameters())  # type: ignore[return-value]
+
+
+def gradient(model: Bijection | Callable[[Tensor], Tensor], chain: Chain, x: Tensor) -> list[Tensor]:
+    loss = model(x).flatten(1).square().sum(1).mean()
+    return list(torch.autograd.grad(loss, list(chain.parameters())))
+
+
+def saved_bytes(work: Callable[[], object]) -> int:
+    """Bytes of the tensors that are saved for a backward pass, each storage once."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        work()
+    return sum(seen.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--side", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=4, help="of each of the three scales")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--coefficient", type=float, default=0.9, help="of the residual branches")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; use --device cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    x = torch.randn(args.batch, 3, args.side, args.side, generator=torch.Generator().manual_seed(1)).to(args.device)
+    residual, coupled = residual_network(args), couplings(args)
+    with torch.no_grad():
+        for chain in (residual, coupled):
+            chain.train()(x)  # starts ActNorm
+    ways: dict[str, tuple[Callable[[Tensor], Tensor], Chain]] = {
+        "stored": (residual, residual),
+        "kept inputs": (Reversible(residual), residual),
+        "inverted": (by_inverse(residual), residual),
+        "inverted loosely": (by_inverse(residual), residual),
+        "couplings, stored": (coupled, coupled),
+        "couplings, reversible": (Reversible(coupled), coupled),
+    }
+
+    def run(name: str) -> list[Tensor]:
+        model, chain = ways[name]
+        if name == "inverted loosely":
+            with inverting(residual, tolerance=LOOSE):
+                return gradient(model, chain, x)
+        return gradient(model, chain, x)
+
+    def wait() -> None:
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+
+    rows: dict[str, dict] = {}
+    for name, (model, chain) in ways.items():
+        exact = gradient(chain, chain, x)
+        wait()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        found = run(name)
+        wait()
+        weights = sum(p.numel() * p.element_size() for p in chain.parameters())
+        rows[name] = {
+            "angle_to_stored_rad": float(angle(found, exact)),
+            "saved_MiB": saved_bytes(lambda model=model: model(x)) / 2**20,
+            "of_which_weights_up_to_MiB": weights / 2**20,
+            "peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20 if args.device == "cuda" else None,
+        }
+    with torch.no_grad():
+        z = residual(x)
+        evaluations = {}
+        for name, tolerance in (("inverted", None), ("inverted loosely", LOOSE)):
+            state, counts = z, []
+            for block in reversed(list(residual)):
+                if isinstance(block, Residual):
+                    solution = block.solve(state, tolerance=tolerance)
+                    counts.append(int(solution.evaluations.max()))
+                    state = solution.x
+                else:
+                    state = block.inverse(state)
+            evaluations[name] = statistics.fmean(counts)
+            rows[name]["evaluations_of_a_branch_for_its_inverse"] = evaluations[name]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for k in range(args.repeats + 1):
+        for name in order[k % len(order) :] + order[: k % len(order)]:
+            wait()
+            begin = time.perf_counter()
+            run(name)
+            wait()
+            if k:
+                times[name].append(time.perf_counter() - begin)
+    for name in ways:
+        base = "couplings, stored" if name.startswith("couplings") else "stored"
+        rows[name]["median_ms"] = 1e3 * statistics.median(times[name])
+        rows[name]["times_stored"] = statistics.median(times[name]) / statistics.median(times[base])
+        print(name, json.dumps(rows[name]), flush=True)
+    document = {
+        "command": "python benchmarks/residual_memory.py "
+        + " ".join(
+            f"--{name} {getattr(args, name)}"
+            for name in ("device", "side", "blocks", "hidden", "coefficient", "batch", "repeats", "seed")
+        ),
+        "environment": environment() | {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"},
+        "ways": rows,
+    }
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Samples of flows that were trained on faces, with the pixels that are not finite.
+
+The flows are those of `dequantization_attack`, which draws the samples while it has the weights. Where that recipe has measured a part
+with the same configuration, in the folder beside this one, its samples are taken and nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bilip import figures
+from bilip.recipes import dequantization_attack
+from bilip.recipes.face_flows import TITLES, Config
+from bilip.recipes.flow_tables import percent
+from bilip.recipes.piece import taken
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RECIPE"]
+
+NUMBERS = ("steps", "bits", "side", "images", "model", "diverged", "samples", "test_bits")
+ROWS = {"data": "data", "samples": "samples, the first", "lost": "samples, broken first"}
+CURVES = ("log_step", "log_samples_lost", "log_pixels_lost", "log_test_bits")
+
+
+class CelebaSamples(Recipe):
+    """How many samples hold numbers that are not finite, along training and in the end."""
+
+    name = "celeba_samples"
+    where = "figure on instability in the model distribution"
+    claim = "Samples of an affine flow that was trained on CelebA64 hold NaN."
+    sizes: Mapping[str, Config] = dequantization_attack.RECIPE.sizes
+    cost: Mapping[str, str] = dict.fromkeys(
+        sizes, "seconds beside dequantization_attack, else what two parts of it cost"
+    )
+    matched = (
+        "Standard normal latents, the same ones at every look; the samples of the worst look are shown, as in the paper.",
+    )
+    corrected = (
+        "A share of many samples, not a picture of 32. A pixel counts as broken where the inverse is not finite before its last sigmoid, "
+        "which turns Inf into 0 or 1; the paper shows what is NaN after it.",
+    )
+    partial = True
+
+    def parts(self, config: Config) -> Sequence[str]:
+        return ("affine", "modified")
+
+    def has(self, part: str, config: Config) -> bool:
+        return part in TITLES
+
+    def defining(self, config: Config) -> dict[str, Any]:
+        return dequantization_attack.RECIPE.defining(config)
+
+    def run(self, part: str, config: Config, work: Work) -> Measured:
+        recipe = dequantization_attack.RECIPE
+        m = taken(recipe, part, config, work) or recipe.run(part, config, work)
+        if not work.main:
+            return Measured({})
+        wanted = {*ROWS, *(f"{name}_broken" for name in ROWS), *CURVES}
+        return Measured(
+            {name: m.numbers[name] for name in NUMBERS if name in m.numbers},
+            {name: value for name, value in m.arrays.items() if name in wanted},
+        )
+
+    def lines(self, config: Config, found: Found) -> list[Line]:
+        said, lines = self.paper(), []
+        for part, title in TITLES.items():
+            several = [parts[part] for parts in found.values() if part in parts]
+            if not several:
+                continue
+            name = f"{title}, {several[0].numbers['steps']:,} steps"
+            lines += [
+                Line(f"{name}: training", "", m.numbers["diverged"], key=True) for m in several if m.numbers["diverged"]
+            ]
+            good = [m for m in several if not m.numbers["diverged"]]
+            if not good:
+                continue
+            samples = [m.numbers["samples"] for m in good]
+            ours = [
+                f"{percent(s['share_lost'])} in the end ({percent(s['share_pixels'])} of the pixels; NaN after the sigmoid in "
+                f"{percent(s['share_nan'])}), {percent(s['worst_share'])} at worst, after {s['worst_step']:,} steps"
+                for s in samples
+            ]
+            what = f"{name}: samples that are not finite, of {samples[0]['count']}"
+            holds = all(s["worst_share"] > 0 for s in samples) if part in said else None
+            lines.append(Line(what, said.get(part, ""), "; ".join(ours), holds, key=True))
+            bits = [f"{m.numbers['test_bits']:.2f} ({m.numbers['model']})" for m in good]
+            lines.append(Line(f"{name}: test bits per dimension", "", "; ".join(bits)))
+        return lines
+
+    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+        drawn: dict[str, Figure] = {}
+        curves = {
+            TITLES[part]: [
+                (parts[part].arrays["log_step"].tolist(), parts[part].arrays["log_samples_lost"].tolist())
+                for parts in found.values()
+                if part in parts
+            ]
+            for part in TITLES
+            if any(part in parts for parts in found.values())
+        }
+        panel = "share of samples not finite"
+        drawn["along"] = figures.curves({panel: curves}, xlabel="step", linear=[panel])
+        for part, m in next(iter(found.values()), {}).items():
+            if not m.numbers["diverged"]:
+                drawn[f"samples-{part}"] = figures.image_rows(
+                    {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
+                )
+        return drawn
+
+
+RECIPE = CelebaSamples()

@@ -1,0 +1,552 @@
+"""Inputs within the dequantization cell of a training image that a flow cannot reconstruct.
+
+Parts are those of `face_flows`. A part trains its flow, draws samples from it along the way and in the end, for the recipe
+`celeba_samples`, and attacks it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilip import Flow, figures
+from bilip.auditing.round_trip import norms
+from bilip.errors import NotMeasured
+from bilip.probes import Attack, AttackResult, AttackRun
+from bilip.recipes import face_flows
+from bilip.recipes.face_flows import PARTS, TITLES, Config, Faces
+from bilip.recipes.flow_probes import conditions, fixed_draws
+from bilip.recipes.flow_tables import percent, short
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.residual_flows import by_series, cut_after, is_residual, solved_inverse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RECIPE"]
+
+CHUNK = 64
+BROKEN = 1.0  # L2 error of an image in [0, 1] from which on it counts as broken
+CONVERGED = 1e-3  # largest L2 error of an image that comes back from the residual flow
+METHODS = {"roundtrip": "the paper's attack", "gain": "true-gradient attack", "random": "gradient-free attack"}
+WITHIN = 100  # times eps * condition number * |x|: how far an error may be from what rounding can do
+
+
+class DequantizationAttack(Recipe):
+    """The reconstruction error against the iteration of three attacks, of three flows, on many images, within their cells."""
+
+    name = "dequantization_attack"
+    where = "figures on the invertibility attack on CelebA64"
+    claim = "Within the dequantization cell of a training image both affine flows are driven to NaN; the residual flow stays invertible."
+    sizes: Mapping[str, Config] = {
+        "quick": Config(
+            side=16,
+            images=2048,
+            test=256,
+            blocks=(6, 6),
+            hidden=32,
+            dense=2,
+            dense_hidden=32,
+            batch=64,
+            accumulate=1,
+            steps=800,
+            optimizer="adam",
+            lr=2e-3,
+            warmup=50,
+            clip=0.0,
+            ema=0.0,
+            start=256,
+            looks=5,
+            test_looked=256,
+            samples=256,
+            attacked=16,
+            attack_steps=200,
+            conditions=2,
+            plain=256,
+            residual_blocks=(2, 2),
+            residual_hidden=16,
+            residual_steps=120,
+            exact_terms=2,
+            recompute=False,
+            residual_attacked=4,
+            residual_samples=32,
+        ),
+        "gpu": Config(
+            hidden=128,
+            batch=64,
+            accumulate=1,
+            steps=2500,
+            optimizer="adam",
+            warmup=300,
+            clip=0.0,
+            ema=0.0,
+            start=256,
+            looks=6,
+            test_looked=500,
+            samples=256,
+            shown=6,
+            attacked=32,
+            conditions=2,
+            lanczos=6,
+            plain=500,
+            residual_blocks=(4, 4, 4, 4),
+            residual_hidden=128,
+            residual_steps=800,
+            exact_terms=4,
+            recompute=False,
+            residual_attacked=8,
+            residual_samples=64,
+        ),
+        "paper": Config(),
+    }
+    cost: Mapping[str, str] = {
+        "quick": "minutes on two cores; the residual flow takes most of it",
+        "gpu": "about six minutes of one H200 with --jobs 3 under CUDA's MPS, an estimate",
+        "paper": "90,000 steps of three flows; days on one GPU; not timed yet",
+    }
+    matched = (
+        "Signed steps of 5e-4 from the centre of the cell, 200 of them, clipped to the cell; loss the L2 norm of the error; training "
+        "images at 5 bits. A logit, squeezed first, scales of 3x3-1x1-3x3 couplings with ELU and ActNorm, masked ones in the first scale, "
+        "no factor-out, fully connected ones in the end; the residual flow with the same scales and c = 0.98.",
+        "The residual flow is attacked through an inverse of 5 iterations first, as in the paper.",
+    )
+    corrected = (
+        "Many images, not one. The cell is [k/32, (k+1)/32) exactly, in float32 and in the training data alike: the original's centre "
+        "is random, so that its box leaves the cell by up to half, and its training cells overlap.",
+        "In the modified flow every coupling is on (0.5, 1); the original leaves the masked ones of the first scale on (0, 1). That model "
+        "is the part modified-unmasked.",
+        "The exact gradient of |x - F^-1(F(x))| is zero, so the paper's attack follows rounding noise. Beside it stand a true gradient, "
+        "that of |x - F^-1(F(x) + d)| / |d| in float64, and a search without gradients, both also on the converged inverse of the "
+        "residual flow, which the paper leaves to future work.",
+        "Inf before the sigmoid that ends the inverse is not Inf after it: an error above 1 counts as broken, as NaN does.",
+    )
+    partial = True
+
+    def parts(self, config: Config) -> Sequence[str]:
+        return PARTS
+
+    def has(self, part: str, config: Config) -> bool:
+        return part in TITLES
+
+    def run(self, part: str, config: Config, work: Work) -> Measured:
+        if part == "residual":
+            config = face_flows.as_residual(config)
+        faces, facts = face_flows.load(config, work)
+        looks = Looks(faces, config, work)
+        flow, numbers, logs = face_flows.trained(part, config, faces, looks.during, work)
+        if not work.main:
+            return Measured({})
+        arrays = {name: np.array(values) for name, values in logs.items()}
+        if numbers["diverged"]:
+            return Measured(numbers | facts, arrays)
+        with by_series(flow):
+            found = looks.after(flow)
+            attack = Attacked(flow, faces, config, work)
+            found["attack"] = attack.residual() if part == "residual" else attack.coupling()
+        return Measured(numbers | facts | found, arrays | looks.pictures | attack.arrays)
+
+    def lines(self, config: Config, found: Found) -> list[Line]:
+        said, lines = self.paper(), []
+        for part, title in TITLES.items():
+            several = [parts[part].numbers for parts in found.values() if part in parts]
+            if not several:
+                continue
+            name = f"{title}, {several[0]['steps']:,} steps"
+            lines += [Line(f"{name}: training", "", n["diverged"], key=True) for n in several if n["diverged"]]
+            good = [n for n in several if not n["diverged"]]
+            if not good:
+                continue
+            count = good[0]["attack"]["count"]
+            bits = [
+                f"{n['test_bits']:.2f} ({n['model']}; {n['images']:,} images of {n['side']} x {n['side']})"
+                for n in good
+            ]
+            lines.append(
+                Line(f"{name}: test bits per dimension at {good[0]['bits']} bits", "", "; ".join(bits), key=True)
+            )
+            plain = [f"{percent(n['plain']['broken'])}, worst {short(n['plain']['worst'])}" for n in good]
+            lines.append(
+                Line(f"{name}: broken without an attack, of {good[0]['plain']['count']} images", "", "; ".join(plain))
+            )
+            if part == "residual":
+                lines += _residual_lines(name, count, good, said["residual"])
+                continue
+            shares = [n["attack"]["broken"] for n in good]
+            ours = [
+                f"{percent(n['attack']['broken'])} ("
+                + ", ".join(f"{METHODS[m]} {percent(found['broken'])}" for m, found in n["attack"]["methods"].items())
+                + ")"
+                for n in good
+            ]
+            explodes = [share > 0.5 for share in shares]
+            lines.append(
+                Line(
+                    f"{name}: broken within the cell, of {count} images",
+                    said.get(part, ""),
+                    "; ".join(ours),
+                    all(explodes) if part in said else None,
+                    key=True,
+                )
+            )
+            lines += _method_lines(name, good)
+            lines.append(_condition_line(name, good))
+        return lines
+
+    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+        first = {part: m for part, m in next(iter(found.values()), {}).items() if not m.numbers["diverged"]}
+        first = {part: first[part] for part in TITLES if part in first}
+        drawn: dict[str, Figure] = {}
+        for what, label, linear in (("median", "median L2 error", False), ("broken", "share broken", True)):
+            panels: dict[str, dict[str, Any]] = {}
+            for method, title in METHODS.items():
+                curves = {
+                    TITLES[part]
+                    + (
+                        f", {m.numbers['attack']['iterations']} iterations"
+                        if part == "residual" and method == "roundtrip"
+                        else ""
+                    ): (
+                        list(range(len(m.arrays[f"{method}_{what}"]))),
+                        m.arrays[f"{method}_{what}"].tolist(),
+                    )
+                    for part, m in first.items()
+                    if f"{method}_{what}" in m.arrays
+                }
+                if curves:
+                    panels[f"{label}, {title}"] = curves
+            if panels:
+                drawn[f"iterations-{what}"] = figures.curves(
+                    panels, xlabel="iteration", linear=list(panels) if linear else ()
+                )
+        for part, m in first.items():
+            rows = {
+                title: (m.arrays[f"shown_{name}"], m.arrays[f"hidden_{name}"])
+                for name, title in ROWS.items()
+                if f"shown_{name}" in m.arrays
+            }
+            if rows:
+                drawn[f"panels-{part}"] = figures.image_rows(rows)
+        return drawn
+
+
+ROWS = {
+    "image": "image",
+    "point": "in its cell",
+    "back": "reconstruction",
+    "cut": "5 iterations",
+    "converged": "converged",
+}
+
+
+# ---- measuring
+
+
+def unsquashed(flow: Flow, z: Tensor) -> Tensor:
+    """What the inverse has before the sigmoid that ends it; NaN where a residual block did not converge."""
+    if is_residual(flow.bijection):
+        return solved_inverse(flow.bijection, z).before
+    return flow.bijection[1:].inverse(z)  # type: ignore[index]
+
+
+def chunks(x: Tensor) -> Iterator[Tensor]:
+    for start in range(0, len(x), CHUNK):
+        yield x[start : start + CHUNK]
+
+
+def shown(x: Tensor, broken: Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of images in [0, 1], channels last, and where a pixel is not finite."""
+    broken = ~torch.isfinite(x) if broken is None else broken
+    levels = (x.nan_to_num(0.0, 1.0, 0.0) * 256).floor().clamp(0, 255).to(torch.uint8)
+    return levels.movedim(1, -1).cpu().numpy(), broken.any(1).to(torch.uint8).cpu().numpy()
+
+
+class Looks:
+    """What is measured of a flow besides attacks: likelihood, samples, plain reconstructions.
+
+    The samples of the look at which most were lost are kept in a file of the part's folder, for the figure.
+
+    Args:
+        faces: The images.
+        config: The configuration.
+        work: Folder and seed.
+    """
+
+    def __init__(self, faces: Faces, config: Config, work: Work) -> None:
+        self.faces, self.config, self.work = faces, config, work
+        self.pictures: dict[str, np.ndarray] = {}
+        self.path = work.folder / "worst_samples.npz"
+
+    @torch.no_grad()
+    def during(self, model: Any, done: int) -> dict[str, float]:
+        """A row of the log."""
+        with by_series(model):
+            samples = self._samples(model)
+            if done and self._is_worst(samples["share_lost"]):
+                self.work.folder.mkdir(parents=True, exist_ok=True)
+                with open(self.path, "wb") as file:
+                    np.savez(file, share=samples["share_lost"], step=done, **samples["pictures"])
+            return {
+                "test_bits": self._bits(model, self.config.test_looked),
+                "samples_lost": samples["share_lost"],
+                "pixels_lost": samples["share_pixels"],
+                "plain_broken": self._plain(model, min(CHUNK, self.config.plain))["broken"],
+            }
+
+    @torch.no_grad()
+    def after(self, flow: Flow) -> dict[str, Any]:
+        """What is said of the trained flow."""
+        self.work.progress("samples and reconstructions", 0.71)
+        samples = self._samples(flow)
+        worst: dict[str, Any] = {"share": samples["share_lost"], "step": self.config.steps, **samples["pictures"]}
+        if self.path.exists():
+            with np.load(self.path) as stored:
+                if float(stored["share"]) > samples["share_lost"]:
+                    worst = dict(stored)
+        self.pictures = {name: worst[name] for name in samples["pictures"]}
+        count = self.config.shown
+        for name, value in zip(("data", "data_broken"), shown(self.faces.first("train", count)), strict=True):
+            self.pictures[name] = value
+        return {
+            "test_bits": self._bits(flow, len(self.faces.test)),
+            "samples": {
+                "count": self.config.samples,
+                "share_lost": samples["share_lost"],
+                "share_pixels": samples["share_pixels"],
+                "share_nan": samples["share_nan"],
+                "worst_share": float(worst["share"]),
+                "worst_step": int(worst["step"]),
+            },
+            "plain": self._plain(flow, self.config.plain),
+        }
+
+    def _is_worst(self, share: float) -> bool:
+        if not self.path.exists():
+            return True
+        with np.load(self.path) as stored:
+            return share >= float(stored["share"])
+
+    def _bits(self, flow: Flow, count: int) -> float:
+        x = self.faces.first("test", count)
+        with fixed_draws():
+            total = sum(flow.bits_per_dim(some, bits=self.faces.bits).double().sum() for some in chunks(x))
+        return float(total) / len(x)
+
+    def _samples(self, flow: Flow) -> dict[str, Any]:
+        """Shares of samples and of pixels that are not finite before the last sigmoid, and of samples with NaN after it."""
+        generator = torch.Generator().manual_seed(face_flows.seed_of(self.work.seed, 0, "samples"))
+        z = torch.randn(self.config.samples, *(flow.latent_shape or ()), generator=generator).to(self.faces.device)
+        before = torch.cat([unsquashed(flow, some) for some in chunks(z)])
+        broken = ~torch.isfinite(before)
+        x = flow.bijection[0].inverse(before)  # type: ignore[index]
+        lost = broken.flatten(1).any(1)
+        count = self.config.shown
+        order = torch.argsort(lost.to(torch.int8), descending=True, stable=True)[:count].to(x.device)
+        pictures = {}
+        for name, rows in (("samples", torch.arange(min(count, len(x)), device=x.device)), ("lost", order)):
+            pictures[name], pictures[f"{name}_broken"] = shown(x[rows], broken[rows])
+        return {
+            "share_lost": float(lost.double().mean()),
+            "share_pixels": float(broken.any(1).double().mean()),
+            "share_nan": float(torch.isnan(x).flatten(1).any(1).double().mean()),
+            "pictures": pictures,
+        }
+
+    def _plain(self, flow: Flow, count: int) -> dict[str, float]:
+        """Dequantized training images, reconstructed."""
+        x = self.faces.first("train", count)
+        errors = torch.cat([self._errors(flow, some) for some in chunks(x)])
+        return {
+            "count": len(x),
+            "broken": float((~(errors <= BROKEN)).double().mean()),
+            "median": float(errors.median()),
+            "worst": float(errors.nan_to_num(math.inf).max()),
+        }
+
+    @staticmethod
+    def _errors(flow: Flow, x: Tensor) -> Tensor:
+        back = flow.bijection[0].inverse(unsquashed(flow, flow.bijection(x)))  # type: ignore[index]
+        return norms((back.double() - x.double()).flatten(1)).cpu()
+
+
+class Attacked:
+    """Attacks on the dequantization cells of the first training images.
+
+    Args:
+        flow: A trained flow.
+        faces: The images.
+        config: The configuration.
+        work: Seed and progress.
+    """
+
+    def __init__(self, flow: Flow, faces: Faces, config: Config, work: Work) -> None:
+        self.flow, self.faces, self.config, self.work = flow, faces, config, work
+        self.arrays: dict[str, np.ndarray] = {}
+        self.methods: dict[str, dict[str, float]] = {}
+
+    def coupling(self) -> dict[str, Any]:
+        """All three attacks on a flow whose inverse is a formula."""
+        count = self.config.attacked
+        result = self._search(self.flow, tuple(METHODS), count, 0.75, 0.95)
+        self._keep("point", result.points, "back", result.back, result.errors)
+        return self._found(result, count) | self._conditions(result.points, result.errors, result.back)
+
+    def residual(self) -> dict[str, Any]:
+        """The paper's attack through a cut inverse, then the others through the converged one."""
+        count, chain = self.config.residual_attacked, self.flow.bijection
+        cut = cut_after(chain, self.config.iterations).eval()  # type: ignore[arg-type]
+        first = self._search(cut, ("roundtrip",), count, 0.72, 0.78)
+        run = first.runs["roundtrip"]
+        found = self._found(first, count)
+        with torch.no_grad():
+            solved = solved_inverse(chain, chain(run.points))
+        converged = _l2(solved.x, run.points)
+        self._keep("point", run.points, "cut", run.back, run.errors)
+        self._keep("point", run.points, "converged", solved.x, run.errors)
+        second = self._search(self.flow, ("gain", "random"), count, 0.78, 0.95)
+        found |= self._found(second, count)
+        return found | {
+            "iterations": self.config.iterations,
+            "cut": {"median": float(run.l2.median()), "worst": float(run.l2.max())},
+            "cut_converged": {
+                "median": float(converged.median()),
+                "worst": float(converged.nan_to_num(math.inf).max()),
+                "not_converged": int((~solved.converged).sum()),
+            },
+            **self._conditions(second.points, second.errors, second.back),
+        }
+
+    def _search(self, model: Any, methods: tuple[str, ...], count: int, start: float, end: float) -> AttackResult:
+        names = ", ".join(METHODS[method] for method in methods)
+        config = self.config
+        attack = Attack(
+            config.bits, box="cell", steps=config.attack_steps, samples=count, methods=methods, seed=self.work.seed
+        )
+        attack.progress = lambda share: self.work.progress(f"{names} on {count} images", start + (end - start) * share)
+        result = attack.search(model, self.faces.first("train", count))
+        for method, run in result.runs.items():
+            self._log(method, run, result)
+        return result
+
+    def _log(self, method: str, run: AttackRun, result: AttackResult) -> None:
+        errors = run.trajectory.double().cpu()
+        broken = ~(errors <= BROKEN)
+        self.arrays[f"{method}_median"] = errors.nan_to_num(math.inf, math.inf).median(1).values.numpy()
+        self.arrays[f"{method}_worst"] = errors.nan_to_num(math.inf, math.inf).max(1).values.numpy()
+        self.arrays[f"{method}_broken"] = broken.double().mean(1).numpy()
+        l2, levels = run.l2.double().cpu(), self.faces.levels("train", len(run.l2)).double()
+        outside = (run.points.double() * 2**self.faces.bits).floor().cpu() != levels
+        finite = l2[torch.isfinite(l2)]
+        self.methods[method] = {
+            "broken": float((~(l2 <= BROKEN)).double().mean()),
+            "non_finite": float((~torch.isfinite(l2)).double().mean()),
+            "start_median": float(errors[0].median()),
+            "median": float(l2.nan_to_num(math.inf, math.inf).median()),
+            "worst_finite": float(finite.max()) if len(finite) else math.nan,
+            "outside_cell": int(outside.flatten(1).any(1).sum()) + int((~result.region.contains(run.points)).sum()),
+            "random_steps": run.random_steps,
+        }
+
+    def _found(self, result: AttackResult, count: int) -> dict[str, Any]:
+        l2 = torch.stack([run.l2.double().cpu() for run in result.runs.values()]).nan_to_num(math.inf, math.inf)
+        return {
+            "count": count,
+            "broken": float((~(l2.amax(0) <= BROKEN)).double().mean()),
+            "worst": float(l2.max()),
+            "methods": self.methods,
+            "notes": list(result.notes),
+        }
+
+    def _conditions(self, points: Tensor, errors: Tensor, back: Tensor) -> dict[str, Any]:
+        """Condition numbers at the worst points found, and the errors there over what rounding can do: eps * condition number * |x|."""
+        self.work.progress("condition numbers", 0.96)
+        worst = errors.nan_to_num(math.inf).argsort(descending=True)[: self.config.conditions]
+        x = points[worst]
+        try:
+            values = conditions(self.flow, x, steps=self.config.lanczos)
+        except NotMeasured as why:
+            return {"conditions": [], "over_prediction": [], "conditions_note": str(why)}
+        limit = (
+            torch.finfo(x.dtype).eps * torch.tensor(values, dtype=torch.float64) * norms(x.double().flatten(1)).cpu()
+        )
+        return {"conditions": values, "over_prediction": (_l2(back[worst], x) / limit).tolist()}
+
+    def _keep(self, point: str, points: Tensor, back: str, images: Tensor, errors: Tensor) -> None:
+        """Pictures of the worst found."""
+        worst = errors.nan_to_num(math.inf).argsort(descending=True)[: self.config.shown]
+        centre = (self.faces.levels("train", len(points)).to(points) + 0.5) / 2**self.faces.bits
+        for name, value in (("image", centre), (point, points), (back, images)):
+            self.arrays[f"shown_{name}"], self.arrays[f"hidden_{name}"] = shown(value[worst])
+
+
+def _l2(back: Tensor, x: Tensor) -> Tensor:
+    return norms((back.double() - x.double()).flatten(1)).cpu()
+
+
+# ---- tables
+
+
+def _method_lines(name: str, good: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Each attack by itself: errors before and after it."""
+    lines = []
+    for method, title in METHODS.items():
+        found = [n["attack"]["methods"][method] for n in good if method in n["attack"]["methods"]]
+        ours = [
+            f"{short(f['start_median'])} before, {short(f['median'])} after, worst finite {short(f['worst_finite'])}, "
+            f"{percent(f['non_finite'])} not finite, {f['outside_cell']} outside of the cell"
+            for f in found
+        ]
+        if found:
+            lines.append(Line(f"{name}: {title}, median error", "", "; ".join(ours)))
+    return lines
+
+
+def _condition_line(name: str, good: Sequence[Mapping[str, Any]], *, judged: bool = False) -> Line:
+    ours, holds = [], []
+    for n in good:
+        values, over = n["attack"]["conditions"], n["attack"]["over_prediction"]
+        ours.append(
+            f"condition numbers {', '.join(map(short, values)) or 'not measured'}; error over prediction {', '.join(map(short, over))}"
+        )
+        holds.append(bool(over) and max(over) <= WITHIN)
+    return Line(
+        f"{name}: errors of the worst points within {WITHIN} eps cond |x|",
+        "",
+        "; ".join(ours),
+        all(holds) if judged else None,
+    )
+
+
+def _residual_lines(name: str, count: int, good: Sequence[Mapping[str, Any]], said: Mapping[str, str]) -> list[Line]:
+    attacks = [n["attack"] for n in good]
+    worst = [max(a["methods"][m]["worst_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
+    lost = [max(a["methods"][m]["non_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
+    cut = [
+        f"median {short(a['cut']['median'])}, worst {short(a['cut']['worst'])}; the same points converged: median "
+        f"{short(a['cut_converged']['median'])}, worst {short(a['cut_converged']['worst'])}"
+        for a in attacks
+    ]
+    due = [a["cut_converged"]["worst"] < 0.01 * a["cut"]["worst"] for a in attacks]
+    return [
+        Line(
+            f"{name}: the paper's attack on {attacks[0]['iterations']} iterations, {count} images, then converged",
+            said["cut"],
+            "; ".join(cut),
+            all(due),
+        ),
+        Line(
+            f"{name}: worst error of the true-gradient and the gradient-free attack, converged inverse",
+            said["stable"],
+            "; ".join(f"{short(w)}, {percent(share)} not finite" for w, share in zip(worst, lost, strict=True)),
+            all(w < CONVERGED and not share for w, share in zip(worst, lost, strict=True)),
+        ),
+        *_method_lines(name, good),
+        _condition_line(name, good, judged=True),
+    ]
+
+
+RECIPE = DequantizationAttack()

@@ -1,0 +1,341 @@
+"""Flows on faces at 5 bits: affine, modified affine and residual, in the architecture of the paper's CelebA models.
+
+A part is `affine` (every scale onto (0, 1)), `modified` (every one onto (0.5, 1)), `modified-unmasked` (as the original code has it: the
+couplings of the first scale, which are masked, stay on (0, 1)) or `residual`. All see images in [0, 1) through a logit.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilip import Flow, models
+from bilip.blocks import ActNorm, AffineCoupling, Bijection, Chain, Checkerboard, Flatten, Logit, Split, Squeeze
+from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
+from bilip.data import IMAGE_SETS, ImageBatches, Images, dequantize, image_set, seed_of
+from bilip.errors import InputError, TrainingDiverged
+from bilip.nets import MLP, ConvNet, activations
+from bilip.objectives import Likelihood
+from bilip.recipes.cifar10_classifier import shrunk
+from bilip.recipes.cifar10_flow import skipped_steps
+from bilip.recipes.config import require
+from bilip.recipes.recipe import Work
+from bilip.recipes.residual_flows import share_terms
+from bilip.training import Draw, Task, read_log, read_state
+
+__all__ = ["PARTS", "TITLES", "Config", "Faces", "load", "make_flow", "trained"]
+
+ALPHA = 0.05  # of the logit
+TITLES = {
+    "affine": "affine",
+    "modified": "modified affine",
+    "modified-unmasked": "modified affine, masked ones on (0, 1)",
+    "residual": "residual flow",
+}
+PARTS = ("affine", "modified", "residual")
+COUNTS = (
+    "side",
+    "test",
+    "bits",
+    "hidden",
+    "batch",
+    "accumulate",
+    "steps",
+    "lr",
+    "start",
+    "looks",
+    "test_looked",
+    "samples",
+)
+COUNTS += ("shown", "attacked", "attack_steps", "iterations", "conditions", "lanczos", "plain")
+COUNTS += tuple(f"residual_{name}" for name in ("hidden", "steps", "attacked", "samples"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and schedules.
+
+    Attributes:
+        side: Height and width of the images; smaller than 64 they are averaged.
+        images: Training images; 0 for all that are not test images.
+        test: Test images, the last ones of the set.
+        bits: Of a pixel and its dequantization.
+        blocks: Couplings of each scale; images are squeezed before each. Those of the first scale are masked.
+        hidden: Channels of the nets.
+        dense: Fully connected blocks at the end.
+        dense_hidden: Their width.
+        batch: Images in each step.
+        accumulate: Parts into which a batch is cut.
+        steps: Steps.
+        optimizer: `adam` or `adamax`, of the affine flows; the residual flow has Adam.
+        lr: Learning rate.
+        warmup: Steps over which it grows.
+        clip: Largest norm of a gradient, of a loss in nats per image; 0 for any.
+        ema: Decay of an average of the weights, which is then what is measured; 0 for none.
+        skip: Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
+        start: Images that the ActNorms start from.
+        looks: Evaluations along training, evenly spaced.
+        test_looked: Test images whose likelihood is computed then.
+        samples: Samples at each look and in the end.
+        shown: Images of each kind that are kept for the figures.
+        attacked: Training images that are attacked.
+        attack_steps: Steps of each attack.
+        iterations: Of the cut inverse of the residual flow that the paper's attack sees.
+        conditions: Points found by the attack whose condition number is computed.
+        lanczos: Steps of Lanczos' method for each.
+        plain: Dequantized training images that are reconstructed without any attack.
+        residual_blocks: Blocks of each scale of the residual flow.
+        residual_hidden: Channels of its nets.
+        residual_steps: Its steps.
+        coefficient: Certified constant of its branches.
+        exact_terms: Terms of its log-determinants that are always there.
+        recompute: Whether its activations are computed again in the backward pass instead of kept.
+        residual_attacked: Images that are attacked there.
+        residual_samples: Samples of it.
+    """
+
+    side: int = 64
+    images: int = 0
+    test: int = 1000
+    bits: int = 5
+    blocks: tuple[int, ...] = (16, 16, 16, 16)
+    hidden: int = 512
+    dense: int = 4
+    dense_hidden: int = 128
+    batch: int = 320
+    accumulate: int = 5
+    steps: int = 90_000
+    optimizer: str = "adamax"
+    lr: float = 1e-3
+    warmup: int = 1000
+    clip: float = 8517.0
+    ema: float = 0.999
+    skip: int = 10
+    start: int = 320
+    looks: int = 20
+    test_looked: int = 1000
+    samples: int = 512
+    shown: int = 8
+    attacked: int = 64
+    attack_steps: int = 200
+    iterations: int = 5
+    conditions: int = 4
+    lanczos: int = 12
+    plain: int = 1000
+    residual_blocks: tuple[int, ...] = (16, 16, 16, 16)
+    residual_hidden: int = 512
+    residual_steps: int = 90_000
+    coefficient: float = 0.98
+    exact_terms: int = 8
+    recompute: bool = True
+    residual_attacked: int = 32
+    residual_samples: int = 128
+
+    def __post_init__(self) -> None:
+        require(self, positive=COUNTS)
+        for name in ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
+        if self.optimizer not in ("adam", "adamax"):
+            raise InputError(f"--set optimizer={self.optimizer}: expected adam, adamax.")
+        if self.bits > 8 or self.ema >= 1 or not 0 < self.coefficient < 1:
+            raise InputError(
+                f"--set bits={self.bits} ema={self.ema} coefficient={self.coefficient}: expected at most 8 bits, an average below 1, and "
+                "a number between 0 and 1."
+            )
+        for name in ("blocks", "residual_blocks"):
+            scales = getattr(self, name)
+            if not scales or min(scales) < 1 or self.side % 2 ** len(scales):
+                raise InputError(
+                    f"--set {name}={scales} side={self.side}: expected a positive number for each scale, and a side that can be halved for "
+                    "each."
+                )
+        if self.side > 64 or 64 % self.side:
+            raise InputError(f"--set side={self.side}: expected a side that divides 64.")
+
+
+def as_residual(config: Config) -> Config:
+    """The configuration with the residual flow's own schedule."""
+    return replace(config, steps=config.residual_steps, optimizer="adam", samples=config.residual_samples)
+
+
+class Faces:
+    """Face images for training and measuring, in [0, 1), dequantized.
+
+    Args:
+        train: Training images.
+        test: Test images.
+        config: Batch size and bits.
+        seed: Of the dequantization of what is measured.
+        device: Where they stay.
+    """
+
+    def __init__(self, train: Images, test: Images, config: Config, seed: int, device: str) -> None:
+        self.train, self.test, self.bits, self.seed, self.device = train, test, config.bits, seed, device
+        labelled = Images(train.x, torch.zeros(len(train), dtype=torch.long))
+        self.batches = ImageBatches(labelled, config.batch, device=device, pad=0, std=(1 / 255,) * 3)
+
+    def __call__(self, draw: Draw) -> tuple[Tensor]:
+        generator = torch.Generator(self.device).manual_seed(draw("dequantization"))
+        levels = self.batches(draw)[0].round().to(torch.uint8)
+        return (dequantize(levels >> (8 - self.bits), self.bits, generator),)
+
+    def levels(self, which: str, count: int) -> Tensor:
+        """The first images as grey levels of so many bits."""
+        return (self.train if which == "train" else self.test).x[:count] >> (8 - self.bits)
+
+    def first(self, which: str, count: int) -> Tensor:
+        """The first images, dequantized, the same on every call and device."""
+        levels = self.levels(which, count)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, 0, f"faces {which}"))
+        return dequantize(levels, self.bits, generator).to(self.device)
+
+
+def load(config: Config, work: Work) -> tuple[Faces, dict[str, Any]]:
+    """The faces, and what they are."""
+    every = image_set("celeba64", "train", work.data)
+    if len(every) < config.test + config.batch:
+        raise InputError(
+            f"--set test={config.test} batch={config.batch}: there are {len(every)} faces, expected as many as the test images and a batch."
+        )
+    count = len(every) - config.test
+    count = min(config.images or count, count)
+    train = shrunk(Images(every.x), count, config.side)
+    test = shrunk(Images(every.x[-config.test :]), config.test, config.side)
+    if len(train) < config.batch:
+        raise InputError(f"--set images={config.images} batch={config.batch}: expected a batch of images or more.")
+    facts = {"images": len(train), "test_images": len(test), "of": IMAGE_SETS["celeba64"].counts["train"]}
+    sums = [zlib.crc32(some.x.numpy().tobytes()) for some in (train, test)]
+    work.require_same("data", facts | {"crc32": sums})
+    return Faces(train, test, config, work.seed, work.device), facts
+
+
+# ---- the flows
+
+
+def make_flow(part: str, config: Config) -> Flow:
+    """The flow of a part, before it has seen data."""
+    if part == "residual":
+        trunk = models.residual_flow(
+            (3, config.side, config.side),
+            blocks=config.residual_blocks,
+            hidden=config.residual_hidden,
+            coefficient=config.coefficient,
+            squeeze_first=True,
+            dense_blocks=config.dense,
+            dense_hidden=config.dense_hidden,
+            logit=ALPHA,
+            recompute=config.recompute,
+        )
+        share_terms(trunk, config.exact_terms)
+        return Flow(trunk)
+    scale = SIGMOID if part == "affine" else HALF_SIGMOID
+    return Flow(coupling_trunk(config, scale, masked=SIGMOID if part == "modified-unmasked" else scale))
+
+
+def coupling_trunk(config: Config, scale: Scale, *, masked: Scale) -> Chain:
+    """A logit, then scales of couplings with ActNorm after each: on a checkerboard in the first scale, on halves of the channels after
+    it, on halves of all entries in the end.
+    """
+    shape: tuple[int, ...] = (3, config.side, config.side)
+    chain: list[Bijection] = [Logit(ALPHA)]
+    turn = False
+    for k, count in enumerate(config.blocks):
+        squeeze = Squeeze()
+        chain.append(squeeze)
+        channels, *_ = shape = squeeze.out_shape(shape)
+        if k == 0:
+            chain.append(ActNorm(channels))
+        for j in range(count):
+            seen = channels if k == 0 else channels - channels // 2 if turn else channels // 2
+            moved = channels if k == 0 else channels - seen
+            net: nn.Module = ConvNet(seen, 2 * moved, hidden=config.hidden, activation="elu", gain=False)
+            net = net if k == 0 and j == 0 else nn.Sequential(activations.make("elu"), net)
+            part = Checkerboard(swap=turn) if k == 0 else Split(swap=turn)
+            chain += [AffineCoupling(net, scale=masked if k == 0 else scale, partition=part), ActNorm(channels)]
+            turn = not turn
+    if config.dense:
+        size = math.prod(shape)
+        chain.append(Flatten(shape))
+        for _ in range(config.dense):
+            hidden = (config.dense_hidden,) * 2
+            net = nn.Sequential(activations.make("elu"), MLP(size // 2, size, hidden=hidden, activation="elu"))
+            chain += [AffineCoupling(net, scale=scale, partition=Split(swap=turn)), ActNorm(size)]
+            turn = not turn
+    return Chain(*chain, shape=(3, config.side, config.side))
+
+
+def described(part: str, config: Config) -> str:
+    """The size of the flow of a part, in words."""
+    residual = part == "residual"
+    blocks, hidden = (config.residual_blocks, config.residual_hidden) if residual else (config.blocks, config.hidden)
+    more = f", c = {config.coefficient:g}" if residual else ""
+    return f"{'-'.join(map(str, blocks))} blocks and {config.dense} dense, width {hidden}{more}"
+
+
+# ---- training
+
+
+@torch.no_grad()
+def start_actnorms(flow: Flow, faces: Faces, config: Config, seed: int) -> None:
+    """ActNorms start from the first augmented images, of a seed of their own."""
+    draws = (Draw(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
+    flow.bijection.train()(torch.cat([faces(draw)[0] for draw in draws])[: config.start])
+
+
+def look_steps(config: Config) -> tuple[int, ...]:
+    """The steps after which a flow is looked at; 0 is before the first."""
+    return tuple(round(config.steps * k / config.looks) for k in range(config.looks + 1))
+
+
+def trained(
+    part: str, config: Config, faces: Faces, evaluate: Any, work: Work
+) -> tuple[Flow, dict[str, Any], dict[str, Sequence]]:
+    """The flow of a part, trained, or as far as it came; what is said of its training; and its logs."""
+    torch.manual_seed(seed_of(work.seed, 0, "weights"))
+    flow = make_flow(part, config).to(work.device)
+    start_actnorms(flow, faces, config, work.seed)
+    diverged = ""
+    try:
+        work.train(
+            Task(flow, faces, Likelihood(), evaluate),
+            until=0.7,
+            steps=config.steps,
+            optimizer=config.optimizer,
+            lr=config.lr,
+            betas=(0.9, 0.99),
+            warmup=config.warmup,
+            clip=config.clip or None,
+            ema=config.ema or None,
+            accumulate=config.accumulate,
+            skip=config.skip,
+            evaluate_at=look_steps(config),
+            save_every=max(1, config.steps // config.looks),
+            log_every=max(1, min(100, config.steps // 50)),
+        )
+    except TrainingDiverged as error:
+        diverged = str(error)
+    if not work.main:
+        return flow, {}, {}
+    logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
+    if config.ema and not diverged:
+        average = read_state(work.folder / "last.safetensors")[0]
+        with torch.no_grad():
+            for name, p in flow.named_parameters():
+                p.copy_(average[f"average.{name}"])
+    numbers = {
+        "steps": config.steps,
+        "bits": config.bits,
+        "side": config.side,
+        "model": described(part, config),
+        "diverged": diverged,
+        "parameters": sum(p.numel() for p in flow.parameters()),
+        "skipped": skipped_steps(logs["train"]),
+    }
+    return flow.eval(), numbers, {f"{kind}_{name}": v for kind, log in logs.items() for name, v in log.items()}
