@@ -26,6 +26,7 @@ MODULES = {
     "gradient_angles": "bilip.recipes.gradient_angles",
     "cifar10_flow": "bilip.recipes.cifar10_flow",
     "ood": "bilip.recipes.ood",
+    "flow_gan": "bilip.recipes.flow_gan",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 
