@@ -27,7 +27,6 @@ def test_it_fits_a_desk_and_a_phone_and_can_be_read(tmp_path):
         for width, dark in ((1400, False), (420, False), (420, True)):
             page = browser.open(path, width=width, dark=dark)
             page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
-            page.evaluate("document.querySelectorAll('img').forEach((image) => (image.loading = 'eager'))")
             page.evaluate("Promise.all([...document.images].map((image) => image.decode())).then(() => true)")
             page.settle()
             assert page.evaluate(WIDE) == []

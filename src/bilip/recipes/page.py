@@ -210,7 +210,11 @@ def _runs(root: Path, name: str) -> dict[str, Any]:
 
 
 def _view(claim: Claim, runs: Mapping[str, Any], root: Path, shelf: dict[Path, str]) -> dict[str, Any]:
-    tables = [table for size, run in runs.items() if (table := _table(claim, size, run))["lines"]]
+    tables: list[dict[str, Any]] = []
+    for size, run in runs.items():
+        table = _table(claim, size, run)
+        if table["lines"] and all(table["lines"] != other["lines"] for other in tables):
+            tables.append(table)
     pictures = []
     for start in claim.figures:
         pictures += _pictures(claim, start, runs, root, shelf)
