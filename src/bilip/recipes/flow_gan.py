@@ -208,7 +208,7 @@ class FlowGan(Recipe):
         "Both players are updated at once from the same weights, where the original updates the discriminator first. Gradients that are "
         "not finite are skipped and counted, NaN pixels are not set to zero.",
         "ActNorm starts from data, not from one, so that all runs start at the same finite likelihood. Batches of 32 as in the paper, not "
-        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. The discriminator's convolutions have no bias.",
+        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. Of the discriminator's convolutions the first alone has a bias.",
         "The original's FID takes the logits of an Inception network and 1,000 images. Ours: features of a small CNN trained on CIFAR-10, "
         "which comes with bilip, so the numbers compare runs here and nothing else.",
     )
@@ -288,8 +288,9 @@ class FlowGan(Recipe):
 class Critic(nn.Module):
     """Seven convolutions, each spectrally normalised, and a linear layer to a score: above 0 for an image.
 
-    The convolutions have no bias: normalised weights shrink what passes, biases do not, and soon every unit would stand on the flat side of
-    its LeakyReLU. The weights are made once a step and handed over, so that one step is one step of their power iteration.
+    Only the first convolution and the last layer have a bias. Normalised weights shrink what passes; deeper biases would not shrink with it,
+    and soon every unit would stand on the flat side of its LeakyReLU. Without any, twice an image would score twice as high. The weights
+    are made once a step and handed over, so that one step is one step of their power iteration.
 
     Args:
         side: Height and width of images.
@@ -301,20 +302,20 @@ class Critic(nn.Module):
         before, layers = 3, []
         for k, width in enumerate(widths):
             kernel, stride = (4, 2) if k % 2 else (3, 1)
-            layers.append(spectral_norm(nn.Conv2d(before, width, kernel, stride, padding=1, bias=False)))
+            layers.append(spectral_norm(nn.Conv2d(before, width, kernel, stride, padding=1, bias=k == 0)))
             before = width
         layers.append(spectral_norm(nn.Linear(before * (side // 8) ** 2, 1)))
         self.layers = nn.ModuleList(layers)
 
     def weights(self) -> list[Tensor]:
-        """Normalised weights, layer by layer, and the bias of the last one."""
-        return [*(layer.weight for layer in self.layers), self.layers[-1].bias]  # type: ignore[list-item]
+        """Normalised weights, layer by layer, and the two biases."""
+        return [*(layer.weight for layer in self.layers), self.layers[0].bias, self.layers[-1].bias]  # type: ignore[list-item]
 
     def forward(self, x: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
         """Scores, of shape `(batch,)`."""
-        *convolutions, last, bias = weights if weights is not None else self.weights()
+        *convolutions, last, first_bias, bias = weights if weights is not None else self.weights()
         for k, weight in enumerate(convolutions):
-            x = leaky_relu(conv2d(x, weight, stride=1 + k % 2, padding=1), 0.1)
+            x = leaky_relu(conv2d(x, weight, None if k else first_bias, stride=1 + k % 2, padding=1), 0.1)
         return linear(x.flatten(1), last, bias)[:, 0]
 
 

@@ -79,7 +79,7 @@ def train_features(train: Images, test: Images, steps: int, batch: int, work: Wo
     def loss(model: FeatureNet, step: int, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"loss": cross_entropy(model(x), y)}
 
-    def accuracy(model: FeatureNet, done: int) -> dict[str, float]:
+    def accuracy(model: nn.Module, done: int) -> dict[str, float]:
         right = 0
         for start in range(0, len(test), CHUNK):
             x, y = tests.plain(start, start + CHUNK)
