@@ -208,7 +208,8 @@ class FlowGan(Recipe):
         "Both players are updated at once from the same weights, where the original updates the discriminator first. Gradients that are "
         "not finite are skipped and counted, NaN pixels are not set to zero.",
         "ActNorm starts from data, not from one, so that all runs start at the same finite likelihood. Batches of 32 as in the paper, not "
-        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. Of the discriminator's convolutions the first alone has a bias.",
+        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. Of the discriminator's convolutions only the "
+        "first has a bias.",
         "The original's FID takes the logits of an Inception network and 1,000 images. Ours: features of a small CNN trained on CIFAR-10, "
         "which comes with bilip, so the numbers compare runs here and nothing else.",
     )
@@ -288,9 +289,9 @@ class FlowGan(Recipe):
 class Critic(nn.Module):
     """Seven convolutions, each spectrally normalised, and a linear layer to a score: above 0 for an image.
 
-    Only the first convolution and the last layer have a bias. Normalised weights shrink what passes; deeper biases would not shrink with it,
-    and soon every unit would stand on the flat side of its LeakyReLU. Without any, twice an image would score twice as high. The weights
-    are made once a step and handed over, so that one step is one step of their power iteration.
+    Only the first convolution and the last layer have a bias. Normalised weights shrink what passes; deeper biases would not shrink with
+    it, and soon every unit would stand on the flat side of its LeakyReLU. Without any, twice an image would score twice as high. The
+    weights are made once a step and handed over, so that one step is one step of their power iteration.
 
     Args:
         side: Height and width of images.
