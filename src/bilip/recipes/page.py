@@ -7,6 +7,7 @@ and commands come from `results/NAME/ours.json`, so that a recipe that is run la
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,6 +38,7 @@ KINDS = {
     "prose": "said in prose",
 }
 NEEDED = ("label", "kind", "title", "says", "status", "why", "evidence")
+EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
 FEW = 14  # lines of a table that are shown at once; the others are folded
 
 
@@ -125,6 +127,7 @@ def to_page(results: str | Path = "results") -> str:
     jinja2 = need("jinja2", "the page")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["held"] = lambda text: EXPONENT.sub("\N{NON-BREAKING HYPHEN}", str(text))
     shelf: dict[Path, str] = {}
     views = [(title, [_view(claim, runs[claim.recipe], root, shelf) for claim in claims]) for title, claims in sections]
     every = [view for _, some in views for view in some]
