@@ -30,7 +30,9 @@ def reproduce(
     jobs: Annotated[
         int, typer.Option(help="Parts of the recipe side by side; 0 for one on each of up to 4 cores.")
     ] = 0,
-    out: Annotated[Path | None, typer.Option(help="Where results go: runs/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where results go: runs/NAME; of --page the file, reproduction.html.")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change the configuration: key=value. Repeatable.")
     ] = None,
@@ -43,11 +45,19 @@ def reproduce(
     collect: Annotated[
         bool, typer.Option("--collect", help="Train nothing; table and figures of the parts in NAME/parts.")
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option("--page", help="Write one HTML page: every claim of the paper beside what is in --results."),
+    ] = False,
+    results: Annotated[Path, typer.Option(help="With --page: the folder with claims.json.")] = Path("results"),
     list_: Annotated[
         bool, typer.Option("--list", help="Show the recipes, their cost and what there is of results.")
     ] = False,
 ) -> None:
     """Run one claim of the paper; a run that was stopped goes on where it was. Writes ours.json and figures."""
+    if page:
+        _write_page(name, out, results)
+        return
     from bilip.recipes import names
 
     if list_:
@@ -83,6 +93,16 @@ def reproduce(
     console.print(
         f"\nwrote {outcome.folder / 'ours.json'} and {', '.join(f.name for f in outcome.figures)}", markup=False
     )
+
+
+def _write_page(name: str | None, out: Path | None, results: Path) -> None:
+    from bilip.recipes.page import write_page
+
+    if name is not None:
+        raise InputError(f"--page is about all recipes: run it without {name!r}.")
+    path = out or Path("reproduction.html")
+    write_page(path, results)
+    Console(highlight=False).print(f"wrote {path}", markup=False)
 
 
 def _run(name: str, seeds: str, jobs: int, console: Console, options: dict[str, Any]) -> Outcome:

@@ -28,6 +28,7 @@ MODULES = {
     "ood": "bilip.recipes.ood",
     "dequantization_attack": "bilip.recipes.dequantization_attack",
     "celeba_samples": "bilip.recipes.celeba_samples",
+    "flow_gan": "bilip.recipes.flow_gan",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
 

@@ -1,0 +1,714 @@
+"""Flow-GAN: an invertible generator on CIFAR-10, trained by likelihood, against a discriminator, or by both.
+
+A part is a kind of coupling and an objective: `additive-mle`, `additive-gan`, `additive-flowgan`, and the same with `affine`. After it may
+come `-plain` for a generator without ActNorm, `-small` for a smaller one, and `-steps1000` for another number of steps. The part
+`features` trains the CNN whose features tell how good samples are; one comes with bilip.
+
+The generator's gradients pass through its inverse, from latents to images, with `bilip.Reversible` and its guard.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, leaky_relu, linear, softplus
+from torch.nn.utils.parametrizations import spectral_norm
+
+from bilip import Bijection, Flow, Reversible, figures, models
+from bilip.data import image_set, seed_of
+from bilip.errors import InputError, TrainingDiverged
+from bilip.recipes import flow_probes
+from bilip.recipes.cifar10_flow import PRIOR, Dequantized, shrunk_to, skipped_steps
+from bilip.recipes.config import require
+from bilip.recipes.flow_probes import Inputs, Trip
+from bilip.recipes.flow_tables import percent, short
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.sample_quality import load_features, quality, train_features
+from bilip.training import Draw, Task, load_weights, read_log, read_state
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RECIPE", "Config"]
+
+KINDS = ("additive", "affine")
+OBJECTIVES = {"mle": "MLE", "gan": "GAN", "flowgan": "Flow-GAN"}
+PART = re.compile(r"(additive|affine)-(mle|gan|flowgan)(-plain)?(-small)?(?:-steps([0-9]+))?")
+WHOLE = 3072  # dimensions of an image of CIFAR-10; of smaller ones a likelihood in nats counts as much more
+HUGE = 16.0  # bits per dimension: twice what a code needs that knows nothing of images
+STEEP = 1 / torch.finfo(torch.float32).eps  # a condition number at which float32 has no digit left
+COUNTS = ("side", "levels", "blocks", "hidden", "batch", "steps", "lr", "start", "looks", "looked", "test_looked")
+COUNTS += ("conditions", "lanczos", "samples", "pictures", "bits", "weight", "feature_steps", "feature_batch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its part is named.
+
+    Example:
+        >>> Run.of("additive-gan-plain").title
+        'additive, GAN, no ActNorm'
+    """
+
+    kind: str
+    objective: str
+    actnorm: bool = True
+    small: bool = False
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, part: str) -> Run:
+        """The run that a part names."""
+        match = PART.fullmatch(part)
+        if match is None:
+            raise InputError(
+                f"{part!r} names no run: expected, for example, additive-mle, affine-flowgan or additive-gan-plain."
+            )
+        kind, objective, plain, small, steps = match.groups()
+        return cls(kind, objective, plain is None, small is not None, int(steps) if steps else None)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
+        return f"{self.kind}, {OBJECTIVES[self.objective]}{more}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and schedules.
+
+    Attributes:
+        side: Height and width of the images; smaller than 32 they are averaged.
+        images: Training images; 0 for all there are.
+        test: Test images; 0 for all.
+        bits: Of a pixel and its dequantization.
+        levels: Levels of the generator.
+        blocks: Blocks a level.
+        hidden: Channels of its nets.
+        small: Levels, blocks and channels of the smaller generator.
+        mixing: `conv1x1`, `reverse` or `shuffle`.
+        prior: Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
+        critic: Channels of the discriminator's seven convolutions; every second one halves height and width.
+        batch: Images in each step, and as many latents.
+        steps: Steps.
+        lr: Learning rate of both players.
+        penalty: Weight of the gradient penalty.
+        weight: Of the negative log-likelihood, nats per image of 32 x 32, beside the generator's loss; of smaller ones so much larger.
+        skip: Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
+        start: Images that the ActNorms start from.
+        looks: Evaluations along training, evenly spaced, and two more before the first of them.
+        looked: Test images that are reconstructed then.
+        test_looked: Test images whose likelihood is computed then.
+        conditions: Test images whose condition number is found.
+        lanczos: Steps of Lanczos' method for each.
+        samples: Samples drawn in the end, and test images they are compared with.
+        pictures: Samples that are kept for the figure.
+        feature_steps: Steps of the CNN whose features are compared.
+        feature_batch: Images in each of them.
+    """
+
+    side: int = 32
+    images: int = 0
+    test: int = 0
+    bits: int = 8
+    levels: int = 3
+    blocks: int = 8
+    hidden: int = 128
+    small: tuple[int, ...] = (2, 2, 32)
+    mixing: str = "reverse"
+    prior: bool = True
+    critic: tuple[int, ...] = (64, 64, 128, 128, 256, 256, 512)
+    batch: int = 32
+    steps: int = 50_000
+    lr: float = 5e-5
+    penalty: float = 10.0
+    weight: float = 1e-3
+    skip: int = 10
+    start: int = 640
+    looks: int = 10
+    looked: int = 512
+    test_looked: int = 10_000
+    conditions: int = 2
+    lanczos: int = 30
+    samples: int = 10_000
+    pictures: int = 16
+    feature_steps: int = 1950
+    feature_batch: int = 128
+
+    def __post_init__(self) -> None:
+        require(self, positive=COUNTS)
+        for name in ("images", "test", "skip", "penalty"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
+        if self.mixing not in ("conv1x1", "reverse", "shuffle"):
+            raise InputError(f"--set mixing={self.mixing}: expected conv1x1, reverse or shuffle.")
+        if len(self.small) != 3 or len(self.critic) != 7 or not all(n > 0 for n in (*self.small, *self.critic)):
+            raise InputError(
+                f"--set small={self.small} critic={self.critic}: expected levels, blocks and channels, and seven numbers of channels."
+            )
+        deepest = max(self.levels, self.small[0], 3)
+        if self.side > 32 or 32 % self.side or self.side % 2**deepest:
+            raise InputError(f"--set side={self.side}: expected 8, 16 or 32, and no more levels than it can be halved.")
+        if self.bits > 8 or self.pictures % 2 or self.samples < max(4, self.pictures):
+            raise InputError(
+                f"--set bits={self.bits} pictures={self.pictures} samples={self.samples}: expected at most 8 bits, an even number of "
+                "pictures, and as many samples or more."
+            )
+
+
+class FlowGan(Recipe):
+    """Likelihood, stability at data and sample quality of invertible generators, by what they were trained on."""
+
+    name = "flow_gan"
+    where = "appendix on bi-directional training: table and samples of Flow-GAN"
+    claim = "A generator trained against a discriminator alone explodes at data; likelihood beside it prevents that, with better samples."
+    sizes: Mapping[str, Config] = {
+        "quick": Config(
+            side=8,
+            images=8192,
+            test=1000,
+            levels=2,
+            blocks=2,
+            hidden=24,
+            small=(1, 1, 16),
+            critic=(8, 8, 16, 16, 32, 32, 64),
+            steps=300,
+            lr=5e-4,
+            start=256,
+            looks=6,
+            looked=256,
+            test_looked=512,
+            conditions=1,
+            lanczos=12,
+            samples=1000,
+        ),
+        "gpu": Config(steps=3000, looks=6, looked=256, test_looked=1000, conditions=1, lanczos=12, samples=5000),
+        "paper": Config(),
+    }
+    cost: Mapping[str, str] = {
+        "quick": "minutes of one core",
+        "gpu": "3,000 steps of eight generators; about 7 minutes on one H200 with --jobs 4 under CUDA's MPS, an estimate",
+        "paper": "50,000 steps, a number the paper does not state; hours on one GPU; not timed yet",
+    }
+    matched = (
+        "Channels reversed between couplings, no learned prior at the top; the discriminator's last layer is linear and spectrally "
+        "normalised too, LeakyReLU 0.1; gradient penalty 10 (|slope| - 1)² at points between images and samples; one update of each player "
+        "a step; the likelihood in nats per image.",
+    )
+    corrected = (
+        "Both players are updated at once from the same weights, where the original updates the discriminator first. Gradients that are "
+        "not finite are skipped and counted, NaN pixels are not set to zero.",
+        "ActNorm starts from data, not from one, so that all runs start at the same finite likelihood. Batches of 32 as in the paper, not "
+        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. Of the discriminator's convolutions only the "
+        "first has a bias.",
+        "The original's FID takes the logits of an Inception network and 1,000 images. Ours: features of a small CNN trained on CIFAR-10, "
+        "which comes with bilip, so the numbers compare runs here and nothing else.",
+    )
+    partial = True
+
+    def parts(self, config: Config) -> Sequence[str]:
+        usual = [f"{kind}-{objective}" for kind in KINDS for objective in OBJECTIVES]
+        return [*usual, "additive-gan-plain", "additive-gan-small"]
+
+    def has(self, part: str, config: Config) -> bool:
+        return part == "features" or PART.fullmatch(part) is not None
+
+    def run(self, part: str, config: Config, work: Work) -> Measured:
+        train_set, test_set = (image_set("cifar10", split, work.data) for split in ("train", "test"))
+        if part == "features":
+            return train_features(train_set, test_set, config.feature_steps, config.feature_batch, work)
+        run = Run.of(part)
+        config = replace(config, steps=run.steps or config.steps)
+        net, about_net = load_features(work)  # said before training, not after it
+        images = {
+            "train": shrunk_to(train_set, config.images, config.side),
+            "cifar10": shrunk_to(test_set, config.test, config.side),
+        }
+        if len(images["train"]) < config.batch:
+            raise InputError(f"--set images={config.images} batch={config.batch}: expected a batch of images or more.")
+        facts = {"images": len(images["train"]), "test_images": len(images["cifar10"])}
+        sums = [zlib.crc32(some.x.numpy().tobytes()) for some in images.values()]
+        work.require_same("data", facts | {"crc32": sums})
+        inputs = Inputs(images, images["train"].x.shape[1:], bits=config.bits, seed=work.seed, device=work.device)
+        train = Dequantized(images["train"], config, work.device)  # type: ignore[arg-type]
+        torch.manual_seed(seed_of(work.seed, 0, "weights"))
+        model = make_model(run, config).to(work.device)
+        start_actnorms(model, train, config, work.seed)
+        looks = Looks(model, inputs, config, work.seed)
+        diverged, at = "", config.steps
+        try:
+            work.train(
+                Task(model, Batches(train, model, config, work.device), Loss(run.objective, config), looks.during),
+                until=0.85,
+                steps=config.steps,
+                lr=config.lr,
+                betas=(0.5, 0.99),
+                skip=config.skip,
+                evaluate_at=looks.steps,
+                save_every=max(1, config.steps // (2 * config.looks)),
+                log_every=max(1, min(100, config.steps // 50)),
+            )
+        except TrainingDiverged as error:
+            diverged, at = str(error), _last_good(model, work, error.step)
+        if not work.main:
+            return Measured({})
+        logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
+        numbers: dict[str, Any] = {
+            "steps": config.steps,
+            "measured_at": at,
+            "dimensions": math.prod(inputs.shape),
+            **facts,
+            "diverged": diverged,
+            "parameters": sum(p.numel() for p in model.flow.parameters()),
+            "skipped": skipped_steps(logs["train"]),
+            "guard": _guarded(model),
+            "features": about_net,
+        }
+        arrays = {f"{kind}_{name}": np.array(v) for kind, log in logs.items() for name, v in log.items()}
+        return Measured(numbers | looks.after(work, net), arrays | looks.pictures)
+
+    def lines(self, config: Config, found: Found) -> list[Line]:
+        return gan_lines(found, self.paper())
+
+    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+        return gan_figures(found)
+
+
+# ---- the two players
+
+
+class Critic(nn.Module):
+    """Seven convolutions, each spectrally normalised, and a linear layer to a score: above 0 for an image.
+
+    Only the first convolution and the last layer have a bias. Normalised weights shrink what passes; deeper biases would not shrink with
+    it, and soon every unit would stand on the flat side of its LeakyReLU. Without any, twice an image would score twice as high. The
+    weights are made once a step and handed over, so that one step is one step of their power iteration.
+
+    Args:
+        side: Height and width of images.
+        widths: Channels of each convolution; the second, fourth and sixth halve the image.
+    """
+
+    def __init__(self, side: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        before, layers = 3, []
+        for k, width in enumerate(widths):
+            kernel, stride = (4, 2) if k % 2 else (3, 1)
+            layers.append(spectral_norm(nn.Conv2d(before, width, kernel, stride, padding=1, bias=k == 0)))
+            before = width
+        layers.append(spectral_norm(nn.Linear(before * (side // 8) ** 2, 1)))
+        self.layers = nn.ModuleList(layers)
+
+    def weights(self) -> list[Tensor]:
+        """Normalised weights, layer by layer, and the two biases."""
+        return [*(layer.weight for layer in self.layers), self.layers[0].bias, self.layers[-1].bias]  # type: ignore[list-item]
+
+    def forward(self, x: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """Scores, of shape `(batch,)`."""
+        *convolutions, last, first_bias, bias = weights if weights is not None else self.weights()
+        for k, weight in enumerate(convolutions):
+            x = leaky_relu(conv2d(x, weight, None if k else first_bias, stride=1 + k % 2, padding=1), 0.1)
+        return linear(x.flatten(1), last, bias)[:, 0]
+
+
+class Players(nn.Module):
+    """The generator, a memory-saving flow, and its critic; without one where likelihood is all that is trained."""
+
+    def __init__(self, trunk: Bijection, critic: Critic | None) -> None:
+        super().__init__()
+        self.flow, self.critic = Flow(Reversible(trunk)), critic
+
+    @property
+    def bijection(self) -> Bijection:
+        """The generator's blocks."""
+        return self.walk.bijection
+
+    @property
+    def walk(self) -> Reversible:
+        """The generator, with its guard."""
+        return self.flow.bijection  # type: ignore[return-value]
+
+    @property
+    def plain(self) -> Flow:
+        """The same flow with stored activations, to be measured."""
+        return Flow(self.bijection)
+
+
+def make_model(run: Run, config: Config) -> Players:
+    """The players of a run, before they have seen data."""
+    levels, blocks, hidden = config.small if run.small else (config.levels, config.blocks, config.hidden)
+    trunk = models.glow(
+        (3, config.side, config.side),
+        levels=levels,
+        blocks=blocks,
+        hidden=hidden,
+        coupling=run.kind,
+        mixing=config.mixing,
+        factor_out=True,
+        learned_prior=config.prior,
+        prior_scale=PRIOR,
+        actnorm="data" if run.actnorm else None,
+    )
+    return Players(trunk, None if run.objective == "mle" else Critic(config.side, config.critic))
+
+
+@torch.no_grad()
+def start_actnorms(model: Players, train: Dequantized, config: Config, seed: int) -> None:
+    """ActNorms start from the first augmented images, of a seed of their own."""
+    draws = (Draw(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
+    model.bijection.train()(torch.cat([train(draw)[0] for draw in draws])[: config.start])
+
+
+class Batches:
+    """Images, latents, and how far between an image and a sample the slope of the critic is looked at."""
+
+    def __init__(self, train: Dequantized, model: Players, config: Config, device: str) -> None:
+        self.train, self.shape, self.count, self.device = train, model.flow.latent_shape or (), config.batch, device
+
+    def __call__(self, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator(self.device).manual_seed(draw("latents"))
+        z = torch.randn(self.count, *self.shape, generator=generator, device=self.device)
+        between = torch.rand(self.count, 1, 1, 1, generator=generator, device=self.device)
+        return (*self.train(draw), z, between)
+
+
+class Loss:
+    """What both players minimise, as one sum: the critic's terms reach the critic alone, the generator's the generator alone."""
+
+    def __init__(self, objective: str, config: Config) -> None:
+        self.objective, self.config = objective, config
+
+    def __call__(self, model: Players, step: int, x: Tensor, z: Tensor, between: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        loss = x.new_zeros(())
+        if self.objective != "gan":
+            latent, log_det = model.walk.forward_and_log_det(x)
+            found["nll"] = -(model.flow.base_log_prob(latent) + log_det).mean()
+            weight = self.config.weight * WHOLE / x[0].numel()
+            loss = loss + found["nll"] * (1.0 if self.objective == "mle" else weight)
+        critic = model.critic
+        if critic is not None:
+            samples, weights = model.walk.inverse(z), critic.weights()
+            fixed = [weight.detach() for weight in weights]
+            found["fool"] = softplus(-critic(samples, fixed)).mean()
+            drawn = samples.detach()
+            found["critic"] = softplus(-critic(x, weights)).mean() + softplus(critic(drawn, weights)).mean()
+            found["slope"] = _slope_penalty(critic, weights, torch.lerp(drawn, x, between))
+            loss = loss + found["fool"] + found["critic"] + self.config.penalty * found["slope"]
+        return {"loss": loss, **found}
+
+
+def _slope_penalty(critic: Critic, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """How far slopes of the score are from 1, squared."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(critic(x, weights).sum(), x, create_graph=torch.is_grad_enabled())
+    norm = (slope.flatten(1).square().sum(1) + 1e-12).sqrt()  # the root of 0 has no slope
+    return (norm - 1).square().mean()
+
+
+def _last_good(model: Players, work: Work, step: int) -> int:
+    """The weights before the step in which training diverged, or else those that were saved last; how many steps they have seen."""
+    if all(bool(p.isfinite().all()) for p in model.parameters()):
+        return step - 1  # a gradient that is not finite changes nothing
+    path = work.folder / "last.safetensors"
+    tensors, facts = read_state(path)
+    load_weights(model, tensors, path)
+    return int(facts["step"])
+
+
+def _guarded(model: Players) -> dict[str, float]:
+    report = model.walk.report()
+    return {"passes": report.steps, "repaired": report.repaired, "worst_angle": report.worst_angle}
+
+
+# ---- what is measured
+
+
+class Looks:
+    """What is measured of a generator, along the way and in the end."""
+
+    def __init__(self, model: Players, inputs: Inputs, config: Config, seed: int) -> None:
+        self.model, self.inputs, self.config, self.seed = model, inputs, config, seed
+        even = [config.steps * k / config.looks for k in range(config.looks + 1)]
+        self.steps = tuple(sorted({round(step) for step in (*even, even[1] / 4, even[1] / 2)}))
+        self.pictures: dict[str, np.ndarray] = {}
+
+    def during(self, model: Any, done: int) -> dict[str, float]:
+        """A row of the log."""
+        config, flow = self.config, self.model.plain.eval()
+        trip = flow_probes.round_trip(flow, self.inputs.first("cifar10", config.looked))
+        found = flow_probes.summary(trip)
+        x = self.inputs.first("cifar10", config.conditions)
+        conditions = [math.inf if math.isnan(v) else v for v in flow_probes.conditions(flow, x, steps=config.lanczos)]
+        with torch.no_grad():
+            drawn = flow.sample(64, generator=torch.Generator(x.device).manual_seed(seed_of(self.seed, done, "drawn")))
+        return {
+            "test_bits": flow_probes.bits_per_dim(flow, self.inputs, "cifar10", config.test_looked),
+            "non_finite": found["share_non_finite"],
+            "wrong": found["share_wrong"],
+            "error": float(torch.where(trip.finite, trip.l2, math.inf).median()),
+            "condition": max(conditions),
+            "samples_non_finite": float((~torch.isfinite(drawn.flatten(1)).all(1)).double().mean()),
+        }
+
+    def after(self, work: Work, net: Any) -> dict[str, Any]:
+        """What is said of the trained generator."""
+        flow, config, inputs = self.model.plain.eval(), self.config, self.inputs
+        work.progress("likelihood and reconstructions", 0.86)
+        trip = Trip.cat([flow_probes.round_trip(flow, x) for x in inputs.chunks("cifar10", 10_000)])
+        bits = config.bits - trip.log_prob / (math.log(2) * math.prod(inputs.shape))
+        found: dict[str, Any] = {
+            "test_bits": float(bits.mean()),
+            "test_bits_median": float(bits.nan_to_num(math.inf, math.inf, math.inf).median()),
+            "share_bits_non_finite": float((~torch.isfinite(bits)).double().mean()),
+            "data": flow_probes.summary(trip),
+        }
+        kept = flow_probes.pictures(flow, inputs.first("cifar10", flow_probes.CHUNK), 4)
+        self.pictures |= {f"{what}_data": value for what, value in kept.items()}
+        work.progress("condition numbers", 0.9)
+        x = inputs.first("cifar10", config.conditions)
+        values = flow_probes.conditions(flow, x, steps=config.lanczos)
+        found["condition"] = max(math.inf if math.isnan(value) else value for value in values)
+        work.progress("samples", 0.94)
+        with torch.no_grad():
+            samples = torch.cat([flow.bijection.inverse(z) for z in self._latents()])
+        real = inputs.first("cifar10", config.samples)
+        found["samples"] = quality(net, samples, real, work.seed)
+        found["floor"] = quality(net, inputs.first("train", config.samples), real, work.seed)
+        self._keep(samples[: config.pictures])
+        return found
+
+    def _latents(self):
+        """Standard normal, the same on every device and for every run of a seed."""
+        for start in range(0, self.config.samples, flow_probes.CHUNK):
+            generator = torch.Generator().manual_seed(seed_of(self.seed, start, "samples"))
+            z = torch.randn(flow_probes.CHUNK, *(self.model.flow.latent_shape or ()), generator=generator)
+            yield z[: self.config.samples - start].to(self.inputs.device)
+
+    def _keep(self, samples: Tensor) -> None:
+        """Samples in two rows."""
+        x = samples.movedim(1, -1).cpu()
+        broken = ~torch.isfinite(x).all(-1)
+        levels = ((x.nan_to_num(0.0, 0.0, 0.0) + 0.5) * 256).floor().clamp(0, 255).to(torch.uint8)
+        self.pictures["images_samples"] = levels.unflatten(0, (-1, 2)).numpy()
+        self.pictures["broken_samples"] = broken.to(torch.uint8).unflatten(0, (-1, 2)).numpy()
+
+
+# ---- tables and figures
+
+
+def exploded(numbers: Mapping[str, Any], log: Mapping[str, np.ndarray]) -> bool:
+    """Whether the likelihood of data, their reconstruction or the condition number there was lost, in the end or at some look, or training
+    ended in numbers that are not finite.
+    """
+    bits = [*log["log_test_bits"][1:], numbers["test_bits"]]
+    conditions = [*log["log_condition"][1:], numbers["condition"]]
+    lost = [*log["log_non_finite"][1:], numbers["data"]["share_non_finite"]]
+    return (
+        bool(numbers["diverged"])
+        or not all(b < HUGE for b in bits)
+        or not all(c < STEEP for c in conditions)
+        or bool(max(lost) > 0)
+    )
+
+
+def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
+    """The paper's table beside ours, and its statements."""
+    lines: list[Line] = []
+    runs = _runs(found)
+    for run, several in runs.items():
+        said = paper["table"].get(run.objective, {}) if run.actnorm and not run.small else {}
+
+        def add(
+            what: str,
+            of_paper: str,
+            ours: Sequence[str],
+            holds: bool | None = None,
+            *,
+            key: bool = False,
+            run: Run = run,
+        ) -> None:
+            lines.append(Line(f"{run.title}: {what}", of_paper, "; ".join(ours), holds, key))
+
+        add("test bits per dimension", said.get("bits", ""), [_bits(m) for m in several], key=True)
+        add("condition number at data, largest on the way", "", [_steepest(m) for m in several])
+        add("reconstruction of test images", "", [_lost(m.numbers["data"]) for m in several])
+        add(
+            "FID of 128 features",
+            said.get("fid", ""),
+            [f"{m.numbers['samples']['fid']:.3g}" for m in several],
+            key=True,
+        )
+        add("KID of 128 features", "", [_kid(m.numbers["samples"]) for m in several])
+        add("sliced Wasserstein, grey levels", "", [f"{m.numbers['samples']['sliced']:.2f}" for m in several])
+        for m in several:
+            if m.numbers["diverged"]:
+                add("training", "", [m.numbers["diverged"]])
+        add("steps skipped, passes the guard repaired", "", [_guard(m) for m in several])
+    lines += [line for kind in KINDS for line in _statements(kind, runs)] + _side_findings(runs)
+    nets = {_net(m.numbers["features"]): None for several in runs.values() for m in several}
+    nets |= {_net(m.numbers): None for parts in found.values() for part, m in parts.items() if part == "features"}
+    lines += [Line("feature network", "", text) for text in nets]
+    floors = [m.numbers["floor"] for several in runs.values() for m in several][:1]
+    lines += [Line("training images in place of samples", "", f"FID {f['fid']:.2g}, KID {_kid(f)}") for f in floors]
+    return lines
+
+
+def _runs(found: Found) -> dict[Run, list[Measured]]:
+    several: dict[Run, list[Measured]] = {}
+    for parts in found.values():
+        for part, measured in parts.items():
+            if part != "features":
+                several.setdefault(Run.of(part), []).append(measured)
+    order = list(OBJECTIVES)
+    return dict(
+        sorted(several.items(), key=lambda i: (KINDS.index(i[0].kind), order.index(i[0].objective), i[0].title))
+    )
+
+
+def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
+    """What the appendix says, for one kind of coupling, of the runs that there are."""
+    mle, gan, both = (runs.get(Run(kind, objective)) for objective in OBJECTIVES)
+    lines = []
+    if gan:
+        holds = all(exploded(m.numbers, m.arrays) for m in gan)
+        ours = "; ".join(f"{_bits(m)}, condition number up to {_steepest(m)}{_end(m)}" for m in gan)
+        lines.append(Line(f"{kind}: GAN alone explodes", "yes, often within a few hundred steps", ours, holds))
+    if both:
+        holds = not any(exploded(m.numbers, m.arrays) for m in both)
+        ours = "; ".join(f"{_bits(m)}, condition number up to {_steepest(m)}{_end(m)}" for m in both)
+        lines.append(Line(f"{kind}: likelihood beside the GAN keeps it finite", "yes", ours, holds))
+    if both and mle:
+        pairs = list(zip(both, mle, strict=False))
+        better = all(b.numbers["samples"]["kid"] < m.numbers["samples"]["kid"] for b, m in pairs)
+        ours = "; ".join(f"KID {_kid(b.numbers['samples'])} against {_kid(m.numbers['samples'])}" for b, m in pairs)
+        lines.append(Line(f"{kind}: better samples than MLE alone", "yes (FID 420 against 790)", ours, better))
+        cost = all(0 <= b.numbers["test_bits"] - m.numbers["test_bits"] < 1 for b, m in pairs)
+        ours = "; ".join(f"{b.numbers['test_bits']:.2f} against {m.numbers['test_bits']:.2f}" for b, m in pairs)
+        lines.append(Line(f"{kind}: the likelihood stays competitive", "4 against 3.77 bits", ours, cost))
+    if both and mle and gan:
+        ordered = all(
+            b.numbers["samples"]["fid"] < m.numbers["samples"]["fid"] < g.numbers["samples"]["fid"]
+            for b, m, g in zip(both, mle, gan, strict=False)
+        )
+        ours = "; ".join(
+            " < ".join(
+                f"{name} {value:.3g}"
+                for value, name in sorted((m.numbers["samples"]["fid"], OBJECTIVES[o]) for o, m in trio)
+            )
+            for trio in (zip(OBJECTIVES, some, strict=True) for some in zip(mle, gan, both, strict=False))
+        )
+        lines.append(Line(f"{kind}: order of FID", "Flow-GAN 420 < MLE 790 < GAN 850", ours, ordered))
+    return lines
+
+
+def _side_findings(runs: Mapping[Run, list[Measured]]) -> list[Line]:
+    lines = []
+    small = runs.get(Run("additive", "gan", small=True))
+    if small:
+        stable = all(
+            m.numbers["data"]["share_non_finite"] == m.numbers["data"]["share_wrong"] == 0
+            and m.numbers["condition"] < STEEP
+            for m in small
+        )
+        huge = all(m.numbers["test_bits"] > 8 for m in small)
+        ours = "; ".join(f"{_bits(m)}, condition number {short(m.numbers['condition'])}" for m in small)
+        lines.append(Line("a smaller GAN is stable, its bits are huge all the same", "yes", ours, stable and huge))
+    plain, usual = runs.get(Run("additive", "gan", actnorm=False)), runs.get(Run("additive", "gan"))
+    if plain and usual:
+        pairs = list(zip(usual, plain, strict=False))
+        holds = all(_worst(u) > _worst(p) for u, p in pairs)
+        ours = "; ".join(f"condition number up to {_steepest(u)} with it, {_steepest(p)} without" for u, p in pairs)
+        lines.append(Line("ActNorm adds instability to the GAN", "a suspicion", ours, holds))
+    return lines
+
+
+def _bits(m: Measured) -> str:
+    n = m.numbers
+    worst = float(np.nan_to_num(np.append(m.arrays["log_test_bits"][1:], n["test_bits"]), nan=math.inf).max())
+    value = f"{n['test_bits']:.2f}" if n["test_bits"] < 100 else short(n["test_bits"])
+    lost = f", {percent(n['share_bits_non_finite'])} not finite" if n["share_bits_non_finite"] else ""
+    peak = f" (up to {short(worst)} on the way)" if worst > 1.1 * n["test_bits"] and worst > 8 else ""
+    at = f" at step {n['measured_at']:,}" if n["diverged"] else ""
+    return f"{value} bits{lost}{peak}{at}"
+
+
+def _end(m: Measured) -> str:
+    """How training ended, where it diverged."""
+    if not m.numbers["diverged"]:
+        return ""
+    lost = percent(m.numbers["samples"]["share_non_finite"])
+    return f"; diverged in step {m.numbers['measured_at'] + 1:,}, {lost} of the samples not finite"
+
+
+def _worst(m: Measured) -> float:
+    return float(np.append(m.arrays["log_condition"][1:], m.numbers["condition"]).max())
+
+
+def _steepest(m: Measured) -> str:
+    return short(_worst(m)) if math.isfinite(_worst(m)) else "Inf"
+
+
+def _lost(data: Mapping[str, float]) -> str:
+    shares = f"{percent(data['share_non_finite'])} Inf/NaN, {percent(data['share_wrong'])} wrong"
+    return shares + (f", error {short(data['error'])}" if not math.isnan(data["error"]) else "")
+
+
+def _kid(samples: Mapping[str, float]) -> str:
+    return f"{samples['kid']:.3g} ± {samples['kid_error']:.1g}"
+
+
+def _guard(m: Measured) -> str:
+    guard = m.numbers["guard"]
+    return f"{m.numbers['skipped']}, {guard['repaired']:,} of {guard['passes']:,}"
+
+
+def _net(about: Mapping[str, Any]) -> str:
+    return f"CNN with 128 features, {percent(about['accuracy'])} of {about['test_images']:,} test images right"
+
+
+def gan_figures(found: Found) -> Mapping[str, Figure]:
+    """Curves at data, for each kind; samples, and reconstructions of test images, of the first seed."""
+    drawn: dict[str, Figure] = {}
+    runs = _runs(found)
+    for kind in KINDS:
+        own = {run.title.removeprefix(f"{kind}, "): several for run, several in runs.items() if run.kind == kind}
+        if not own:
+            continue
+        panels = {
+            title: {name: [(m.arrays["log_step"], m.arrays[f"log_{what}"]) for m in ms] for name, ms in own.items()}
+            for what, title in {
+                "test_bits": "test bits per dimension",
+                "error": "median error of an image",
+                "condition": "condition number at data",
+            }.items()
+        }
+        drawn[f"training-{kind}"] = figures.curves(panels, xlabel="step")
+    first = {run.title: several[0] for run, several in runs.items()}
+    for what, rows in {"samples": "", "data": "input\nreconstr."}.items():
+        groups = {t: (m.arrays[f"images_{what}"], m.arrays[f"broken_{what}"]) for t, m in first.items()}
+        if groups:
+            notes = {t: _note(m, what) for t, m in first.items()}
+            drawn["samples" if what == "samples" else "reconstructions"] = figures.reconstructions(
+                groups, notes=notes, rows=rows
+            )
+    return drawn
+
+
+def _note(m: Measured, what: str) -> str:
+    if what == "data":
+        return f"{percent(m.numbers['data']['share_non_finite'])} Inf/NaN, {percent(m.numbers['data']['share_wrong'])} wrong"
+    return f"FID {m.numbers['samples']['fid']:.3g}"
+
+
+RECIPE = FlowGan()

@@ -1,0 +1,283 @@
+"""Does the paper hold? One self-contained HTML page from `results/`.
+
+`results/claims.json` lists what the paper claims, in its order, with a status and the evidence for it. The numbers, figures, seeds, devices
+and commands come from `results/NAME/ours.json`, so that a recipe that is run later is on the page without a change of this file.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from bilip.errors import InputError, RecordError
+from bilip.recipes.piece import SCHEMA
+from bilip.recipes.recipe import SIZES
+from bilip.record import read_json, write_aside
+from bilip.report.extras import need
+
+__all__ = ["STATUSES", "Claim", "read_claims", "to_page", "write_page"]
+
+STATUSES = {
+    "reproduced": "Reproduced",
+    "in part": "In part",
+    "not reproduced": "Not reproduced",
+    "not run": "Not run yet",
+}
+KINDS = {
+    "figure": "figure",
+    "table": "table",
+    "theorem": "theorem",
+    "lemma": "lemma",
+    "remark": "remark",
+    "hyperparameters": "hyperparameters",
+    "prose": "said in prose",
+}
+NEEDED = ("label", "kind", "title", "says", "status", "why", "evidence")
+EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
+FEW = 14  # lines of a table that are shown at once; the others are folded
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of the paper.
+
+    Attributes:
+        label: That of `paper.tex`; claims without one there begin with `intro:` or `prose:`.
+        kind: A key of `KINDS`.
+        title: What it is about.
+        says: What the paper says.
+        status: A key of `STATUSES`.
+        why: One sentence for the status.
+        evidence: Files, or tests as `tests/test_x.py::test_y`.
+        recipe: The recipe that measures it; empty for claims that a test decides.
+        lines: Beginnings of the lines of its table that belong to the claim, with * for anything; none for all that are judged.
+        figures: Beginnings of the names of its figures that belong to the claim.
+        settings: Of a table of hyperparameters: name, the paper's, ours.
+    """
+
+    label: str
+    kind: str
+    title: str
+    says: str
+    status: str
+    why: str
+    evidence: Sequence[str]
+    recipe: str = ""
+    lines: Sequence[str] = ()
+    figures: Sequence[str] = ()
+    settings: Sequence[Sequence[str]] = ()
+
+    @property
+    def id(self) -> str:
+        """Its anchor on the page."""
+        return "".join(c if c.isalnum() else "-" for c in self.label)
+
+
+def read_claims(results: str | Path) -> list[tuple[str, list[Claim]]]:
+    """The claims in `claims.json`, section by section.
+
+    Args:
+        results: The folder with `claims.json`.
+
+    Raises:
+        InputError: It is missing, or an entry is not whole.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> claim = {"label": "fig:a", "kind": "figure", "title": "A", "says": "", "status": "not run", "why": "", "evidence": []}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     text = json.dumps({"schema": 1, "sections": [{"title": "1", "claims": [claim]}]})
+        ...     _ = (pathlib.Path(folder) / "claims.json").write_text(text)
+        ...     read_claims(folder)[0][1][0].label
+        'fig:a'
+    """
+    return _sections(_document(Path(results)))
+
+
+def write_page(path: str | Path, results: str | Path = "results") -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        path: The HTML file.
+        results: The folder with `claims.json` and a folder for each recipe.
+
+    Raises:
+        InputError: There are no results, or some of another schema.
+        MissingExtra: jinja2 is not installed.
+    """
+    write_aside(path, to_page(results))
+
+
+def to_page(results: str | Path = "results") -> str:
+    """The page as text."""
+    root = Path(results)
+    document = _document(root)
+    sections = _sections(document)
+    runs = {name: _runs(root, name) for name in dict.fromkeys(c.recipe for _, claims in sections for c in claims)}
+    if not any(runs.values()):
+        raise InputError(
+            f"{root} holds claims but no results: not one of its recipes has an ours.json with runs. Run some, for example bilip reproduce "
+            f"coupling_depth --out {root / 'coupling_depth'}."
+        )
+    jinja2 = need("jinja2", "the page")
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["held"] = lambda text: EXPONENT.sub("\N{NON-BREAKING HYPHEN}", str(text))
+    shelf: dict[Path, str] = {}
+    views = [(title, [_view(claim, runs[claim.recipe], root, shelf) for claim in claims]) for title, claims in sections]
+    every = [view for _, some in views for view in some]
+    counts = {status: sum(view["status"] == status for view in every) for status in STATUSES}
+    page = environment.get_template("page.html.j2").render(
+        sections=views,
+        counts={status: (STATUSES[status], count) for status, count in counts.items()},
+        total=len(every),
+        learned=document.get("learned", ()),
+        answer=document.get("answer", ""),
+        paper=document.get("paper", {}),
+    )
+    return page.strip() + "\n"
+
+
+# ---- reading
+
+
+def _document(root: Path) -> dict[str, Any]:
+    path = root / "claims.json"
+    if not root.is_dir() or not path.exists():
+        raise InputError(
+            f"{root} holds no claims.json: expected the folder results of bilip's repository, or a copy of it. Name it: --results FOLDER."
+        )
+    try:
+        document = read_json(path)
+    except RecordError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not document.get("sections"):
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise InputError(f"{path} has schema {found!r} or no sections; this bilip reads schema {SCHEMA}.")
+    return document
+
+
+def _sections(document: Mapping[str, Any]) -> list[tuple[str, list[Claim]]]:
+    found, seen = [], set()
+    for section in document["sections"]:
+        claims = []
+        for entry in section["claims"]:
+            label = entry.get("label")
+            missing = [name for name in NEEDED if name not in entry]
+            if missing:
+                raise InputError(f"claims.json: the entry {label!r} has no {missing[0]!r}.")
+            if entry["status"] not in STATUSES or entry["kind"] not in KINDS:
+                raise InputError(
+                    f"claims.json: the entry {label!r} has the status {entry['status']!r} and the kind {entry['kind']!r}; expected one of "
+                    f"{', '.join(STATUSES)}, and one of {', '.join(KINDS)}."
+                )
+            if label in seen:
+                raise InputError(f"claims.json: the label {label!r} is there twice.")
+            seen.add(label)
+            try:
+                claims.append(Claim(**entry))
+            except TypeError as error:
+                raise InputError(f"claims.json: the entry {label!r}: {error}.") from error
+        found.append((section["title"], claims))
+    return found
+
+
+def _runs(root: Path, name: str) -> dict[str, Any]:
+    """The runs of a recipe by size, the largest first; none where it was not run."""
+    path = root / name / "ours.json"
+    if not name or not path.exists():
+        return {}
+    try:
+        document = read_json(path)
+    except RecordError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise InputError(
+            f"{path} has schema {found!r}, the others {SCHEMA}: results of different versions are not put on one page. Run that recipe "
+            "again, or take its folder away."
+        )
+    runs = document.get("runs", {})
+    for size, run in runs.items():
+        if not isinstance(run, dict) or not isinstance(run.get("lines"), list):
+            raise InputError(f"{path}: its run {size!r} has no lines. Run that recipe again, or take its folder away.")
+    return {size: runs[size] for size in reversed(SIZES) if size in runs}
+
+
+# ---- what the template shows
+
+
+def _view(claim: Claim, runs: Mapping[str, Any], root: Path, shelf: dict[Path, str]) -> dict[str, Any]:
+    tables: list[dict[str, Any]] = []
+    for size, run in runs.items():
+        table = _table(claim, size, run)
+        if table["lines"] and all(table["lines"] != other["lines"] for other in tables):
+            tables.append(table)
+    pictures = []
+    for start in claim.figures:
+        pictures += _pictures(claim, start, runs, root, shelf)
+    status = claim.status
+    return {
+        "claim": claim,
+        "status": status,
+        "word": STATUSES[status],
+        "kind": KINDS[claim.kind],
+        "unjudged": status == "not run" and bool(runs),
+        "tables": tables,
+        "pictures": pictures,
+        "evidence": claim.evidence,
+    }
+
+
+def _table(claim: Claim, size: str, run: Mapping[str, Any]) -> dict[str, Any]:
+    """The lines of a run that belong to a claim, and where the run comes from."""
+    chosen = [line for line in run["lines"] if _belongs(claim, line)]
+    return {
+        "size": size,
+        "lines": chosen[:FEW],
+        "more": chosen[FEW:],
+        "seeds": len(run.get("measured", {})),
+        "device": run.get("device", ""),
+        "torch": run.get("environment", {}).get("torch", ""),
+        "date": run.get("date", ""),
+        "other": run.get("other_than_paper", []),
+        "command": _command(run),
+    }
+
+
+def _belongs(claim: Claim, line: Mapping[str, Any]) -> bool:
+    if claim.lines:
+        return any(fnmatchcase(line["what"], f"{start}*") for start in claim.lines)
+    return line["holds"] is not None or bool(line.get("key"))
+
+
+def _command(run: Mapping[str, Any]) -> str:
+    """The command that made a run; of recipes that collect their parts, the one that measures them."""
+    command, parts = run.get("command", ""), run.get("parts", {})
+    if not parts or not command.endswith(" --collect"):
+        return command
+    names = ",".join(dict.fromkeys(part for some in parts.values() for part in some))
+    return f"{command.removesuffix(' --collect')} --seeds {','.join(parts)} --parts {names}"
+
+
+def _pictures(
+    claim: Claim, start: str, runs: Mapping[str, Any], root: Path, shelf: dict[Path, str]
+) -> list[dict[str, str]]:
+    """The figures of a name at the largest size that has them; one that is on the page already is linked."""
+    for size, run in runs.items():
+        names = [name for name in run.get("figures", ()) if name.startswith(start)]
+        paths = [path for name in names if (path := root / claim.recipe / Path(name).name).is_file()]
+        if not paths:
+            continue
+        found = []
+        for path in paths:
+            above = shelf.setdefault(path, claim.id)
+            data = "" if above != claim.id else base64.b64encode(path.read_bytes()).decode()
+            found.append({"name": path.stem, "size": size, "data": data, "above": above})
+        return found
+    return []

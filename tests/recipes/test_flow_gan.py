@@ -1,0 +1,365 @@
+"""Flow-GAN at a size of seconds, on images that are written here."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bilip import Flow
+from bilip.errors import CheckpointError, InputError, Stopped
+from bilip.recipes import Measured, flow_gan, reproduce, sample_quality
+from bilip.recipes.cifar10_flow import Dequantized, shrunk_to
+from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, Run, exploded, gan_lines, make_model
+from bilip.recipes.recipe import Work
+from bilip.recipes.sample_quality import (
+    FeatureNet,
+    frechet_distance,
+    kernel_distance,
+    load_features,
+    quality,
+    sliced_wasserstein,
+)
+from bilip.record import read_json
+from bilip.training import Draw, read_state, run
+from bilip.training.step import CapturedStep
+from recorded import play_graphs_on_the_cpu
+
+TINY = {
+    "side": 8,
+    "images": 48,
+    "test": 32,
+    "levels": 2,
+    "blocks": 1,
+    "hidden": 4,
+    "small": "1,1,4",
+    "critic": "2,2,2,2,2,2,2",
+    "batch": 8,
+    "steps": 8,
+    "lr": 1e-3,
+    "start": 16,
+    "looks": 1,
+    "looked": 8,
+    "test_looked": 16,
+    "conditions": 1,
+    "lanczos": 3,
+    "samples": 12,
+    "pictures": 4,
+    "feature_steps": 4,
+    "feature_batch": 16,
+}
+CHANGES = [f"{name}={value}" for name, value in TINY.items()]
+CONFIG = Config(**{**TINY, "small": (1, 1, 4), "critic": (2,) * 7})
+PARTS = ["additive-mle", "additive-gan", "additive-gan-plain", "affine-flowgan"]
+TITLES = ["additive, MLE", "additive, GAN", "additive, Flow-GAN", "affine, MLE", "affine, GAN", "affine, Flow-GAN"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, count in {"cifar10_train": 64, "cifar10_test": 40}.items():
+        x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(4, 1).repeat(4, 2)
+        np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "flow_gan"
+    return folder, reproduce("flow_gan", out=folder, changes=CHANGES, parts=PARTS, data=data)
+
+
+@pytest.fixture
+def batches(data):
+    images = shrunk_to(flow_gan.image_set("cifar10", "train", data), 48, 8)
+
+    def of(model):
+        return Batches(Dequantized(images, CONFIG, "cpu"), model, CONFIG, "cpu")
+
+    return of
+
+
+def test_every_run_is_measured_judged_and_drawn(measured):
+    folder, outcome = measured
+    numbers = read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]
+    assert set(numbers) == set(PARTS) < set(RECIPE.parts(CONFIG))
+    for part, found in numbers.items():
+        assert 2 < found["test_bits"] < 14
+        assert found["data"]["share_non_finite"] == 0
+        assert found["condition"] >= 1
+        assert math.isfinite(found["samples"]["fid"])
+        assert found["samples"]["share_non_finite"] == 0
+        assert found["floor"]["count"] == 12
+        assert found["features"]["accuracy"] > 0.5  # of the network that comes with bilip
+        assert found["guard"]["passes"] == 8 * (2 if "flowgan" in part else 1)
+        assert found["diverged"] == ""
+    assert {path.name for path in outcome.figures} == {
+        f"{name}-quick.png" for name in ("training-additive", "training-affine", "samples", "reconstructions")
+    }
+    lines = {line.what: line for line in outcome.lines}
+    assert lines["additive, GAN: test bits per dimension"].paper == "Inf"
+    assert lines["additive: GAN alone explodes"].holds is False  # after eight steps
+    assert lines["affine: likelihood beside the GAN keeps it finite"].holds
+    assert lines["ActNorm adds instability to the GAN"].holds is not None
+    assert "of 10,000 test images right" in lines["feature network"].ours
+
+
+def test_each_player_is_reached_by_its_own_terms_alone(batches):
+    """One sum, and yet the gradients that two optimizers would see."""
+    torch.manual_seed(0)
+    model = make_model(Run("affine", "flowgan"), CONFIG)
+    batch = batches(model)(Draw(0, 0))
+    model.bijection.train()(batch[0])
+    model.eval()  # the power iteration rests, so that both passes see the same weights
+    loss = Loss("flowgan", CONFIG)
+    found = loss(model, 0, *batch)
+    found["loss"].backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(together) == len(list(model.parameters()))
+
+    def alone(value, parameters):
+        return torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+
+    found = loss(model, 0, *batch)
+    generator = 16 * CONFIG.weight * found["nll"] + found["fool"]  # images have a sixteenth of the usual pixels
+    critic = found["critic"] + CONFIG.penalty * found["slope"]
+    for value, other, prefix in ((generator, critic, "flow."), (critic, generator, "critic.")):
+        own = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix)]
+        for (name, _), grad in zip(own, alone(value, [p for _, p in own]), strict=True):
+            torch.testing.assert_close(together[name], grad)
+        assert all(grad is None for grad in alone(other, [p for _, p in own]))
+
+
+def test_the_generators_gradient_is_that_of_stored_activations(batches):
+    torch.manual_seed(0)
+    model = make_model(Run("affine", "gan"), CONFIG).double()
+    x, z, between = (part.double() for part in batches(model)(Draw(0, 0)))
+    model.bijection.train()(x)
+    model.eval()
+    loss = Loss("gan", CONFIG)
+    loss(model, 0, x, z, between)["loss"].backward()
+    saved = [p.grad.clone() for p in model.flow.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.walk.memory = "stored"
+    loss(model, 0, x, z, between)["loss"].backward()
+    stored = [p.grad for p in model.flow.parameters() if p.grad is not None]
+    assert len(saved) == len(stored) > 4
+    torch.testing.assert_close(saved, stored, rtol=1e-8, atol=1e-12)
+
+
+def test_the_slope_of_the_critic_is_that_of_its_score():
+    torch.manual_seed(0)
+    critic = flow_gan.Critic(8, (2,) * 7).double().eval()
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    penalty = flow_gan._slope_penalty(critic, critic.weights(), x)
+    rows = torch.autograd.functional.jacobian(lambda x: critic(x), x)
+    slopes = torch.stack([rows[k, k].norm() for k in range(3)])
+    torch.testing.assert_close(penalty, (slopes - 1).square().mean(), rtol=1e-6, atol=0)
+    norms = [torch.linalg.matrix_norm(layer.weight.flatten(1), 2) for layer in critic.layers]
+    assert all(0.9 < norm.item() < 1.1 for norm in norms)
+
+
+def test_captured_steps_end_as_eager_ones(data, tmp_path, device, monkeypatch):
+    seen = []
+
+    class Seen(CapturedStep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            seen.append(self)
+
+    config = replace(CONFIG, steps=10)
+    eager = RECIPE.run("affine-flowgan", config, Work(tmp_path / "eager", 1, "cpu", data=data))
+    monkeypatch.setattr(run, "CapturedStep", Seen)
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+    captured = RECIPE.run("affine-flowgan", config, Work(tmp_path / "captured", 1, device.type, data=data))
+    assert seen[0].replays > 2
+    assert not seen[0].failed
+    assert sorted(captured.numbers) == sorted(eager.numbers)
+    if device.type == "cpu":
+        assert captured.numbers["test_bits"] == pytest.approx(eager.numbers["test_bits"], rel=1e-3)
+
+
+def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
+    clock = iter([0.0] * 4 + [math.inf])
+    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    with pytest.raises(Stopped, match=r"0 of 1 parts are measured; the same command goes on"):
+        reproduce("flow_gan", out=tmp_path, changes=CHANGES, parts=["affine-flowgan"], data=data, minutes=1e6)
+    monkeypatch.undo()
+    assert read_state(tmp_path / "pieces/quick/seed0/affine-flowgan/last.safetensors")[1]["step"] == 5
+    reproduce("flow_gan", out=tmp_path, changes=CHANGES, parts=["affine-flowgan"], data=data)
+    whole, cut = (
+        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["affine-flowgan"]
+        for folder in (measured[0], tmp_path)
+    )
+    assert json.dumps(cut) == json.dumps(whole)
+
+
+def test_a_run_that_diverges_is_measured_with_the_weights_before(data, tmp_path):
+    config = replace(CONFIG, lr=1e8, skip=0)
+    found = RECIPE.run("additive-gan", config, Work(tmp_path, 0, "cpu", data=data))
+    assert "training diverged" in found.numbers["diverged"]
+    assert f"in step {found.numbers['measured_at'] + 1}" in found.numbers["diverged"]
+    assert exploded(found.numbers, found.arrays)
+    lines = {line.what: line for line in gan_lines({0: {"additive-gan": found}}, RECIPE.paper())}
+    assert lines["additive, GAN: training"].ours == found.numbers["diverged"]
+    assert f"at step {found.numbers['measured_at']:,}" in lines["additive, GAN: test bits per dimension"].ours
+
+
+def made(bits, condition, kid, *, lost=0.0):
+    """What a run found, in as many numbers as are judged."""
+    samples = {"fid": 100 * kid, "kid": kid, "kid_error": 0.01, "sliced": 1.0}
+    data = {"share_non_finite": lost, "share_wrong": 0.0, "error": 1e-6}
+    numbers = {"test_bits": bits, "share_bits_non_finite": 0.0, "measured_at": 8, "condition": condition, "data": data}
+    numbers |= {"samples": samples, "floor": samples, "diverged": "", "skipped": 0}
+    numbers |= {"guard": {"passes": 8, "repaired": 0}, "features": {"accuracy": 0.7, "test_images": 10}}
+    ends = {"test_bits": (8.0, bits), "condition": (2.0, condition), "non_finite": (0.0, lost)}
+    return Measured(numbers, {f"log_{name}": np.array(value) for name, value in ends.items()})
+
+
+def test_statements_are_judged_by_what_was_measured():
+    mle, both, gan = made(4.0, 1e3, 0.5), made(4.5, 1e3, 0.3), made(math.inf, 1e9, 0.9)
+    runs = {"additive-mle": mle, "additive-flowgan": both, "additive-gan": gan}
+    runs |= {"additive-gan-plain": made(30.0, 1e4, 0.8), "additive-gan-small": made(50.0, 10.0, 0.7)}
+    held = {line.what: line.holds for line in gan_lines({0: runs}, RECIPE.paper()) if line.holds is not None}
+    assert len(held) == 7
+    assert all(held.values())
+    worse = runs | {"additive-flowgan": made(20.0, 1e3, 0.7), "additive-gan": made(8.0, 10.0, 0.2)}
+    worse |= {"additive-gan-small": made(50.0, 10.0, 0.7, lost=0.5)}
+    held = {line.what: line.holds for line in gan_lines({0: worse}, RECIPE.paper()) if line.holds is not None}
+    assert not any(held.values())
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (made(7.0, 10.0, 1), False),
+        (made(math.nan, 10.0, 1), True),
+        (made(7.0, math.inf, 1), True),
+        (made(17.0, 2, 1), True),
+    ],
+)
+def test_what_counts_as_exploded(found, expected):
+    assert exploded(found.numbers, found.arrays) is expected
+
+
+# ---- the feature network
+
+
+def test_the_network_that_comes_with_bilip_is_small_and_good(tmp_path):
+    assert sample_quality.PACKAGED.stat().st_size < 2e6
+    net, facts = load_features(Work(tmp_path))
+    assert not net.training
+    assert facts["accuracy"] > 0.7
+    assert facts["images"] == 50_000
+
+
+def test_a_missing_network_says_how_to_train_it(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_quality, "PACKAGED", tmp_path / "none.safetensors")
+    with pytest.raises(InputError, match="missing.*bilip reproduce flow_gan --parts features"):
+        reproduce("flow_gan", out=tmp_path / "out", changes=CHANGES, parts=["additive-mle"], data=data)
+    outcome = reproduce("flow_gan", out=tmp_path / "out", changes=CHANGES, parts=["features"], data=data)
+    assert [line.what for line in outcome.lines] == ["feature network"]
+    net, facts = load_features(Work(tmp_path / "out/pieces/quick/seed0/additive-mle"))  # trained once, for every part
+    assert facts["steps"] == 4
+    assert len(net.features(torch.zeros(2, 3, 8, 8))) == 2
+
+
+def test_a_network_of_another_kind_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "other.safetensors"
+    sample_quality.save_state(path, {"weight": torch.ones(2)}, {})
+    monkeypatch.setattr(sample_quality, "PACKAGED", path)
+    with pytest.raises(CheckpointError, match="not the feature network.*--parts features"):
+        load_features(Work(tmp_path))
+
+
+# ---- distances
+
+
+def test_frechet_distance_of_known_distributions():
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(4000, 3))
+    assert frechet_distance(x, x) == pytest.approx(0, abs=1e-9)
+    whitened = (x - x.mean(0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(x, rowvar=False))).T
+    assert frechet_distance(whitened, 3 * whitened) == pytest.approx(3 * (3 - 1) ** 2)  # d (a - b)²
+    assert frechet_distance(whitened, whitened[:, ::-1]) == pytest.approx(0, abs=1e-9)
+    flat = np.concatenate([x, x[:, :1]], axis=1)  # a covariance of lower rank
+    assert frechet_distance(flat, flat) == pytest.approx(0, abs=1e-6)
+
+
+def test_kernel_distance_is_without_bias_and_sees_a_shift():
+    draw = np.random.default_rng(1)
+    x, y = draw.normal(size=(2, 1000, 16))
+    same, error = kernel_distance(x, y, 0)
+    assert abs(same) < 6 * error + 1e-3
+    assert kernel_distance(x + 0.5, y, 0)[0] > 10 * abs(same)
+    assert kernel_distance(100 * x, 100 * y, 0)[0] == pytest.approx(same)
+    with pytest.raises(InputError, match="expected 2 or more"):
+        kernel_distance(x[:1], y, 0)
+
+
+def test_sliced_wasserstein_distance_is_in_the_unit_of_a_coordinate():
+    x = torch.randn(500, 12, generator=torch.Generator().manual_seed(0))
+    assert sliced_wasserstein(x, x.flip(0), 32, 0) == 0
+    assert sliced_wasserstein(x, x + 2, 4096, 0) == pytest.approx(2, rel=0.1)
+
+
+def test_samples_that_are_not_finite_are_counted_and_left_out():
+    net, x = FeatureNet().eval(), torch.rand(40, 3, 8, 8) - 0.5
+    broken = x.clone()
+    broken[:10] = math.nan
+    found = quality(net, broken, x, 0)
+    assert found["share_non_finite"] == 0.25
+    assert math.isfinite(found["kid"])
+    assert quality(net, x, x, 0)["fid"] == pytest.approx(0, abs=1e-6)
+    assert quality(net, 3 * x.sign(), x.sign() / 2, 0)["sliced"] == 0  # both are cut to what a picture can show
+    broken[:21] = math.inf
+    assert quality(net, broken, x, 0)["fid"] == math.inf
+
+
+# ---- names and configurations
+
+
+def test_what_parts_mean():
+    assert Run.of("affine-flowgan") == Run("affine", "flowgan")
+    assert Run.of("additive-gan-plain-small-steps7") == Run("additive", "gan", False, True, 7)
+    assert [Run.of(part).title for part in RECIPE.parts(CONFIG)[:6]] == TITLES
+    paper = RECIPE.sizes["paper"]
+    model = make_model(Run("additive", "gan"), paper)
+    assert [layer.weight.shape[0] for layer in model.critic.layers] == [64, 64, 128, 128, 256, 256, 512, 1]
+    assert (paper.levels, paper.blocks, paper.hidden, paper.batch, paper.lr, paper.weight) == (
+        3,
+        8,
+        128,
+        32,
+        5e-5,
+        1e-3,
+    )
+    assert isinstance(model.plain, Flow)
+    kinds = {type(block).__name__ for block in make_model(Run("additive", "gan", actnorm=False), CONFIG).modules()}
+    assert "ActNorm" not in kinds
+
+
+@pytest.mark.parametrize("part", ["additive", "affin-gan", "affine-vae", "additive-gan-steps"])
+def test_parts_that_do_not_exist(part, tmp_path):
+    with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
+        reproduce("flow_gan", out=tmp_path, parts=[part])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps=0", "expected positive"),
+        ("penalty=-1", "expected 0 or more"),
+        ("critic=64,64", "seven numbers"),
+        ("small=1,2", "levels, blocks and channels"),
+        ("side=4", "expected 8, 16 or 32"),
+        ("pictures=3", "even number"),
+        ("mixing=none", "conv1x1, reverse or shuffle"),
+    ],
+)
+def test_configurations_that_are_refused(change, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        reproduce("flow_gan", out=tmp_path, changes=[change])
