@@ -25,12 +25,14 @@ _NAMES = {
     "Thresholds": "bilip.auditing",
     "as_bijection": "bilip.adapters",
     "audit": "bilip.auditing",
+    "cure": "bilip.cures",
 }
 _SUBMODULES = (
     "adapters",
     "auditing",
     "blocks",
     "bounds",
+    "cures",
     "data",
     "errors",
     "figures",
@@ -67,6 +69,8 @@ __all__ = [
     "auditing",
     "blocks",
     "bounds",
+    "cure",
+    "cures",
     "data",
     "errors",
     "figures",
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
         auditing,
         blocks,
         bounds,
+        cures,
         data,
         errors,
         figures,
@@ -108,6 +113,7 @@ if TYPE_CHECKING:
     from bilip.auditing import Budget, Thresholds, audit
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
+    from bilip.cures import cure
     from bilip.errors import BilipError
     from bilip.record import AuditRecord
     from bilip.reversible import Guard, Reversible
