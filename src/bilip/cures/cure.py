@@ -15,6 +15,7 @@ from torch import Tensor
 from bilip.auditing import Budget, Thresholds, audit
 from bilip.auditing.audit import _sources
 from bilip.auditing.budget import budget_named
+from bilip.auditing.looks import Looks
 from bilip.auditing.probes.probe import PROBES
 from bilip.auditing.subject import Subject
 from bilip.auditing.verdicts import judge
@@ -98,6 +99,8 @@ class Cure:
         tried: Every way that was tried, in order, those that were skipped included.
         held_out: The held-out loss before, where there was a loss.
         loss: The loss with its own parameters as tuned along, where it is a module.
+        chosen: The way that was handed over, one of `tried`.
+        interrupted: Whether Ctrl-C ended it.
 
     Example:
         >>> import bilip, torch
@@ -117,6 +120,7 @@ class Cure:
     held_out: dict[str, float] = field(default_factory=dict)
     loss: Any = None
     chosen: Attempt | None = field(default=None, repr=False)
+    interrupted: bool = False
 
     @property
     def cured(self) -> bool:
@@ -248,6 +252,7 @@ def cure(
     steps: int = 400,
     rate: float = 3e-4,
     batch: int = 256,
+    tune_tf32: bool = False,
     budget: str | Budget = "quick",
     thresholds: Thresholds | None = None,
     seed: int = 0,
@@ -277,6 +282,7 @@ def cure(
         steps: Largest number of steps of fine-tuning.
         rate: Learning rate of fine-tuning.
         batch: Rows in a batch, where `train` is a tensor.
+        tune_tf32: Whether steps of fine-tuning multiply in TF32, which is faster on a GPU; what is measured does not.
         budget: Of each audit.
         thresholds: What counts as safe.
         seed: Seed of everything random.
@@ -294,7 +300,7 @@ def cure(
         ('cured', 'arithmetic')
     """
     return _Ladder(
-        model, data, uses, loss, train, held_out, ood, time, rungs, all_rungs, most_cost, steps, rate, batch, budget, thresholds, seed,
+        model, data, uses, loss, train, held_out, ood, time, rungs, all_rungs, most_cost, steps, rate, batch, tune_tf32, budget, thresholds, seed,
         name, keep_interrupted, progress,
     ).climb()  # fmt: skip
 
@@ -316,6 +322,7 @@ class _Ladder:
         steps: int,
         rate: float,
         batch: int,
+        tf32: bool,
         budget: str | Budget,
         thresholds: Thresholds | None,
         seed: int,
@@ -344,6 +351,7 @@ class _Ladder:
                 "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
             )
         self.sources: list[Source] = _sources(data, ood, spent, seed, self.subject)
+        self._require_enough(spent, thresholds)
         self.options: dict[str, Any] = {
             "budget": budget,
             "thresholds": thresholds,
@@ -353,10 +361,22 @@ class _Ladder:
         }
         self.thresholds, self.most_cost = thresholds or Thresholds(), most_cost
         self.tuning = Tuning.of(
-            loss, train, held_out, self.treated, self.sources, batch=batch, seed=seed, steps=steps, rate=rate
+            loss, train, held_out, self.treated, self.sources, batch=batch, seed=seed, steps=steps, rate=rate, tf32=tf32
         )
         self.tried: list[Attempt] = []
         self.place = 0.0
+        self.interrupted = False
+
+    def _require_enough(self, spent: Budget, thresholds: Thresholds | None) -> None:
+        """Raise where there are too few samples for any use to be found safe: every cure would fail."""
+        share = spent.bad_share if thresholds is None or thresholds.bad_share is None else thresholds.bad_share
+        needed = Looks(share).needed if share else 0
+        few = next((s for s in self.sources if s.role == "data" and s.count < needed), None)
+        if few is not None:
+            raise InputError(
+                f"cure: source {few.name!r} has {few.count:,} samples; {needed:,} good ones are needed to find that at most "
+                f"{100 * share:g} % are bad. Pass more data, or thresholds=bilip.Thresholds(bad_share=...)."
+            )
 
     # ---- the climb
 
@@ -394,7 +414,7 @@ class _Ladder:
         except KeyboardInterrupt:
             if not self.keep:
                 raise
-            self.end = -math.inf
+            self.end, self.interrupted = -math.inf, True
         if cured is not None:
             return self._result("cured", cured)
         best = self._best()
@@ -423,7 +443,10 @@ class _Ladder:
                     if self.left() <= 0:
                         yield Attempt(name, what, "skipped", f"the time of {self.time:g} s was over")
                         return
-                    yield self._attempt(name, chosen, what, case)
+                    attempt = self._attempt(name, chosen, what, case)
+                    yield attempt
+                    if attempt.outcome == "cured" and rung.needs_loss:
+                        break  # milder than what would come next
             except Skipped as why:
                 yield Attempt(name, "", "skipped", str(why))
 
@@ -564,6 +587,7 @@ class _Ladder:
             {} if self.tuning is None else self.tuning.metrics,
             None if chosen is None else chosen.loss,
             chosen,
+            self.interrupted,
         )
 
     def _tell(self, text: str) -> None:

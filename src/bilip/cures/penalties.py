@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,7 @@ class Penalties(Rung):
         trips = _Trips(case) if settings["penalty"] == "round-trips" else None
         result = tuned(
             treated,
-            case.tuning,
+            replace(case.tuning, steps=max(1, case.tuning.steps // 3)),  # each step costs more than a plain one
             penalties=() if penalty is None else (penalty,),
             extra=trips,
             bad=Screen(treated, case),

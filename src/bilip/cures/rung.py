@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -78,13 +78,13 @@ class Rung(ABC):
         if cls.name:
             RUNGS[cls.name] = cls
 
+    @abstractmethod
     def options(self, case: Case) -> Iterator[tuple[dict[str, Any], str]]:
         """Settings to try, the mildest first, each with what it does in words.
 
         Raises:
             Skipped: The rung does not apply to this model.
         """
-        raise NotImplementedError
 
     def apply(self, treated: Treated, settings: dict[str, Any]) -> Treated:
         """Change a copy as the settings say. Nothing else is looked at, so that a saved cure can be applied again."""

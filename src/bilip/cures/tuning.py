@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from bilip.adapters.foreign import reference
+from bilip.auditing.float32 import float32_products
 from bilip.blocks import Bijection
 from bilip.cures.treated import Treated, evaluating
 from bilip.data import Source
@@ -41,6 +43,7 @@ class Tuning:
         steps: Largest number of steps.
         rate: Learning rate of Adam.
         clip: Largest norm of a gradient.
+        tf32: Whether the steps, not what is measured, multiply in TF32.
         metrics: Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
     """
 
@@ -51,6 +54,7 @@ class Tuning:
     steps: int = 400
     rate: float = 3e-4
     clip: float = 1.0
+    tf32: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -302,16 +306,18 @@ def tuned(
             )
             for group in optimizer.param_groups:
                 group["lr"] = tuning.rate * rate
-            value, _ = _called(loss, treated, batch)
-            x = _moved(_one(batch), reference(treated.bijection))
-            for penalty in penalties:
-                value = value + penalty(treated.bijection, x, step=step)
-            if extra is not None:
-                value = value + extra(treated.bijection, step)
-            optimizer.zero_grad()
-            fine = bool(torch.isfinite(value))
+            with float32_products("tf32") if tuning.tf32 else contextlib.nullcontext():
+                value, _ = _called(loss, treated, batch)
+                x = _moved(_one(batch), reference(treated.bijection))
+                for penalty in penalties:
+                    value = value + penalty(treated.bijection, x, step=step)
+                if extra is not None:
+                    value = value + extra(treated.bijection, step)
+                optimizer.zero_grad()
+                fine = bool(torch.isfinite(value))
+                if fine:
+                    value.backward()
             if fine:
-                value.backward()
                 fine = bool(torch.isfinite(nn.utils.clip_grad_norm_(weights, tuning.clip)))
             row = 0 if fine else row + 1
             if fine:
