@@ -26,6 +26,7 @@ _NAMES = {
     "as_bijection": "bilip.adapters",
     "audit": "bilip.auditing",
     "cure": "bilip.cures",
+    "diagnose": "bilip.cures",
 }
 _SUBMODULES = (
     "adapters",
@@ -72,6 +73,7 @@ __all__ = [
     "cure",
     "cures",
     "data",
+    "diagnose",
     "errors",
     "figures",
     "models",
@@ -113,7 +115,7 @@ if TYPE_CHECKING:
     from bilip.auditing import Budget, Thresholds, audit
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
-    from bilip.cures import cure
+    from bilip.cures import cure, diagnose
     from bilip.errors import BilipError
     from bilip.record import AuditRecord
     from bilip.reversible import Guard, Reversible

@@ -1,8 +1,8 @@
 r"""Second rung: more bits, where they help. The parameters stay as they are.
 
-A reconstruction is off by $|x - \hat x| \le \mathrm{Lip}(F^{-1})\,|\delta| + |\delta_2|$: the rounding $\delta$ of the latent, magnified by
-the inverse, and the error $\delta_2$ of the inverse itself. A refined inverse takes away $\delta_2$ alone, so it is tried where the residual
-$F(\hat x) - z$ is far above the rounding of $z$. Where it is not, only a latent with more bits helps; so latents stay float64.
+A reconstruction is off by $|x - \hat x| \le \mathrm{Lip}(F^{-1})\,|\delta| + |\delta_2|$: the rounding $\delta$ of the latent, magnified
+by the inverse, and the error $\delta_2$ of the inverse itself. A refined inverse takes away $\delta_2$ alone, so it is tried where the
+residual $F(\hat x) - z$ is far above the rounding of $z$. Where it is not, only a latent with more bits helps; so latents stay float64.
 """
 
 from __future__ import annotations

@@ -269,8 +269,8 @@ def cure(
         data: Sources for the audits, as in `bilip.audit`.
         uses: What has to become safe: names of `bilip.record.USES`, or `"ood-inversion"` for round trips on out-of-distribution sources. By
             default every use that the audit of the model finds unsafe.
-        loss: `loss(model, batch)`, a scalar to be minimised, for the rungs that fine-tune; a module is copied and tuned along. By default the
-            negative log-likelihood, where the model has a base and `train` is given.
+        loss: `loss(model, batch)`, a scalar to be minimised, for the rungs that fine-tune; a module is copied and tuned along. By default
+            the negative log-likelihood, where the model has a base and `train` is given.
         train: Batches for fine-tuning: a tensor or a tuple of tensors, a `DataLoader`, a `Dataset` or a list of batches. Without it the
             rungs that fine-tune are skipped.
         held_out: Batches on which the cost is measured; by default the last tenth of `train`, at most 2,048 rows.
@@ -299,10 +299,8 @@ def cure(
         >>> result.status, result.chosen.rung
         ('cured', 'arithmetic')
     """
-    return _Ladder(
-        model, data, uses, loss, train, held_out, ood, time, rungs, all_rungs, most_cost, steps, rate, batch, tune_tf32, budget, thresholds, seed,
-        name, keep_interrupted, progress,
-    ).climb()  # fmt: skip
+    given = {k: v for k, v in locals().items() if k not in ("model", "data")}
+    return _Ladder(model, data, **given).climb()
 
 
 class _Ladder:
@@ -310,6 +308,7 @@ class _Ladder:
         self,
         model: Any,
         data: Any,
+        *,
         uses: Sequence[str] | str | None,
         loss: Any,
         train: Any,
@@ -322,7 +321,7 @@ class _Ladder:
         steps: int,
         rate: float,
         batch: int,
-        tf32: bool,
+        tune_tf32: bool,
         budget: str | Budget,
         thresholds: Thresholds | None,
         seed: int,
@@ -361,7 +360,16 @@ class _Ladder:
         }
         self.thresholds, self.most_cost = thresholds or Thresholds(), most_cost
         self.tuning = Tuning.of(
-            loss, train, held_out, self.treated, self.sources, batch=batch, seed=seed, steps=steps, rate=rate, tf32=tf32
+            loss,
+            train,
+            held_out,
+            self.treated,
+            self.sources,
+            batch=batch,
+            seed=seed,
+            steps=steps,
+            rate=rate,
+            tf32=tune_tf32,
         )
         self.tried: list[Attempt] = []
         self.place = 0.0
@@ -475,7 +483,7 @@ class _Ladder:
         attempt.repair_seconds, started = round(monotonic() - started, 2), monotonic()
         try:
             if self.tuning is not None:
-                attempt.cost = self._cost(treated, attempt.loss)
+                attempt.cost = self._cost(treated, self.tuning, attempt.loss)
             self._tell(f"{name}: audit")
             attempt.record = self._audit(treated)
         except BilipError as error:
@@ -532,23 +540,21 @@ class _Ladder:
     def _reason(self, record: AuditRecord, use: str) -> str:
         return self._everywhere(record).reason if use == EVERYWHERE else record.verdicts[use].reason
 
-    def _cost(self, treated: Treated, loss: Any) -> dict[str, float]:
-        assert self.tuning is not None
+    def _cost(self, treated: Treated, tuning: Tuning, loss: Any) -> dict[str, float]:
         try:
-            found = held_out_loss(treated, self.tuning, loss)
+            found = held_out_loss(treated, tuning, loss)
         except InputError:
             if treated.model is treated.native:
                 raise
             return {}  # a loss that knows the library's own object alone; the parameters are the same
-        return {**found, "rise": found["loss"] - self.tuning.metrics["loss"]}
+        return {**found, "rise": found["loss"] - tuning.metrics["loss"]}
 
     def _most(self) -> float:
         if self.most_cost is not None:
             return self.most_cost
-        assert self.tuning is not None
         if self.subject.base is not None:
             return _COST * math.prod(self.sources[0].shape)
-        return 0.05 * abs(self.tuning.metrics["loss"])
+        return 0.05 * abs(self.tuning.metrics["loss"]) if self.tuning is not None else math.inf
 
     def _best(self) -> Attempt | None:
         """The way that leaves the fewest samples bad, if it is fewer than before."""

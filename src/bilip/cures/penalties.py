@@ -40,7 +40,6 @@ class Penalties(Rung):
             yield {"penalty": kind}, words[kind]
 
     def finish(self, treated: Treated, settings: dict[str, Any], case: Case) -> dict[str, Any]:
-        assert case.tuning is not None
         size = math.prod(case.sources[0].shape)
         penalty: Penalty | None = None
         if settings["penalty"] == "likelihood":
@@ -50,11 +49,11 @@ class Penalties(Rung):
         trips = _Trips(case) if settings["penalty"] == "round-trips" else None
         result = tuned(
             treated,
-            replace(case.tuning, steps=max(1, case.tuning.steps // 3)),  # each step costs more than a plain one
+            replace(case.tuned, steps=max(1, case.tuned.steps // 3)),  # each step costs more than a plain one
             penalties=() if penalty is None else (penalty,),
             extra=trips,
             bad=Screen(treated, case),
-            target=case.tuning.metrics.get("loss", -math.inf),
+            target=case.tuned.metrics.get("loss", -math.inf),
             left=case.left,
             tell=case.tell,
         )

@@ -300,12 +300,11 @@ class Reranging(Rung):
             raise Skipped(
                 f"right after it {100 * lost:.2g} % of the failing sources still do not come back, so it was not tuned"
             )
-        assert case.tuning is not None
         result = tuned(
             treated,
-            case.tuning,
+            case.tuned,
             bad=screen,
-            target=case.tuning.metrics.get("loss", -math.inf),
+            target=case.tuned.metrics.get("loss", -math.inf),
             left=case.left,
             tell=case.tell,
         )
@@ -347,8 +346,7 @@ def calibrate(treated: Treated, settings: dict[str, Any], case: Case, samples: i
     batch = source.first(samples, dtype=subject.dtype, device=subject.device)
     found = list(scalings(treated.bijection))
     for scaling in found:
-        net = scaling.net
-        assert isinstance(net, Ranged)
+        net: Any = scaling.net
         net.__dict__["learns"] = _Range(net, scaling.log_scale, spread, centre)
     try:
         treated.bijection(batch.x, batch.context)

@@ -49,6 +49,13 @@ class Case:
     tell: Callable[[str], None]
     was: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def tuned(self) -> Tuning:
+        """Loss and batches, for a rung that needs them."""
+        if self.tuning is None:
+            raise Skipped("it needs batches and a loss")
+        return self.tuning
+
     def guilty(self) -> str:
         """Path of the first block that an audit names as guilty; empty if it names none."""
         named = [str(m.get("guilty") or "") for m in self.before.measurements if m.probe == "blame" and m.measured]
