@@ -23,6 +23,7 @@ _NAMES = {
     "Guard": "bilip.reversible",
     "Reversible": "bilip.reversible",
     "Thresholds": "bilip.auditing",
+    "advise": "bilip.cures",
     "as_bijection": "bilip.adapters",
     "audit": "bilip.auditing",
     "cure": "bilip.cures",
@@ -65,6 +66,7 @@ __all__ = [
     "Thresholds",
     "__version__",
     "adapters",
+    "advise",
     "as_bijection",
     "audit",
     "auditing",
@@ -115,7 +117,7 @@ if TYPE_CHECKING:
     from bilip.auditing import Budget, Thresholds, audit
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
-    from bilip.cures import cure, diagnose
+    from bilip.cures import advise, cure, diagnose
     from bilip.errors import BilipError
     from bilip.record import AuditRecord
     from bilip.reversible import Guard, Reversible

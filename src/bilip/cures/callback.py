@@ -21,8 +21,8 @@ __all__ = ["DiagnoseCallback"]
 class DiagnoseCallback(Callback):
     """Stops a training of Lightning at the first gradient that is not finite, and says where it began.
 
-    The batch is run again through `training_step`, on a copy, operation by operation. Until then each step costs one look at the norms of the
-    gradients.
+    The batch is run again through `training_step`, on a copy, operation by operation. Until then each step costs one look at the norms of
+    the gradients.
 
     Args:
         model: From the LightningModule to its network: a bijection, a flow, or anything `as_bijection` takes.

@@ -175,10 +175,8 @@ def _replay(
     operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0)
     try:
         with operations, torch.enable_grad():
-            if latents is not None:
-                total = twin.bijection.inverse(given).square().sum()
-            else:
-                total = _loss(loss, native, twin, given)
+            decoding = latents is not None
+            total = twin.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, twin, given)
     except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -438,37 +436,54 @@ def _remedy(found: Diagnosis) -> str:
     if "actnorm" in found.kind.lower() or ("std" in text and found.where == "forward"):
         return "A feature that is constant in the batch that it starts from: drop it, add noise, or start from a larger batch."
     if found.where == "raised":
-        if "domain" in name or "assert" in name or "spline" in found.kind.lower():
-            return "A spline outside of its interval, or at its edge: build it with linear tails, scale the data into it, or run it in float64."
-        return "The model raised: see the line."
+        return (
+            _SPLINE
+            if "domain" in name or "assert" in name or "spline" in found.kind.lower()
+            else "The model raised: see the line."
+        )
     if found.where == "backward":
-        return "The value is finite and its derivative is not (a square root or a power at 0, log near 0, atan2, a norm of 0): keep the argument away from there."
-    if name in ("exp", "expm1", "sinh", "cosh", "exp_", "softplus", "pow"):
-        return "An exponent that overflows: bound it (a scale like 'half_sigmoid', FrEIA's clamp, tanh), or cure the trained model: bilip.cure."
-    if name in ("log", "log2", "log10", "log_", "logit", "log1p"):
-        return "A logarithm of 0: use the form that cannot underflow (logsigmoid, log_softmax), or keep a floor under the scale."
-    if name in ("div", "reciprocal", "true_divide", "div_", "rsqrt", "divide"):
-        return "A division by 0 or by a number so small that it overflows: keep a floor under the scale."
-    if name in (
-        "linear",
-        "addmm",
-        "matmul",
-        "mm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "baddbmm",
-        "bmm",
-        "einsum",
-        "mul",
-        "add",
-        "sub",
-        "square",
-        "sum",
-        "__matmul__",
-    ):
-        return "Numbers grow beyond the dtype's largest: the weights or the state explode. Lower the learning rate, clip gradients, or audit the model: bilip.audit."
-    return "Look at the line, and at the values that went in."
+        return _DERIVATIVE
+    return next(
+        (text for names, text in _BY_OPERATION if name in names), "Look at the line, and at the values that went in."
+    )
+
+
+_SPLINE = "A spline outside of its interval, or at its edge: build it with linear tails, scale the data into it, or run it in float64."
+_DERIVATIVE = "The value is finite and its derivative is not (a root, a power or a norm at 0, a log near 0): keep the argument away from there."
+_BY_OPERATION = (
+    (
+        ("exp", "expm1", "sinh", "cosh", "exp_", "softplus", "pow"),
+        "An exponent that overflows: bound it (scale='half_sigmoid', FrEIA's clamp, tanh), or cure the trained model with bilip.cure.",
+    ),
+    (
+        ("log", "log2", "log10", "log_", "logit", "log1p"),
+        "A logarithm of 0: use the form that cannot underflow (logsigmoid, log_softmax), or keep a floor under the scale.",
+    ),
+    (
+        ("div", "reciprocal", "true_divide", "div_", "rsqrt", "divide"),
+        "A division by 0, or by a number so small that it overflows: keep a floor under the scale.",
+    ),
+    (
+        (
+            "linear",
+            "addmm",
+            "matmul",
+            "mm",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "baddbmm",
+            "bmm",
+            "einsum",
+            "mul",
+            "add",
+            "sub",
+            "square",
+            "sum",
+        ),
+        "Numbers grow beyond the largest of the dtype: weights or the state explode. Lower the learning rate, clip gradients, audit the model.",
+    ),
+)
 
 
 class Watch:
