@@ -7,12 +7,15 @@ from bilip.cures.rung import RUNGS, Rung
 
 __all__ = [
     "RUNGS",
+    "Advice",
     "Attempt",
     "Cure",
+    "Design",
     "Diagnosis",
     "NonFinite",
     "Rung",
     "Watch",
+    "advise",
     "cure",
     "diagnose",
     "restore",

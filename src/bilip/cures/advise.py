@@ -119,8 +119,8 @@ def advise(
     room = math.log(limit / (2 * depth * eps))
     if room <= 0:
         raise InputError(
-            f"advise: {depth} blocks in {str(kind).removeprefix('torch.')} cannot be proved to keep a round trip to {limit:.2g}, whatever they "
-            "are: rounding alone may add up to more. Use more bits or fewer blocks."
+            f"advise: {depth} blocks in {str(kind).removeprefix('torch.')} cannot be shown to keep a round trip to {limit:.2g}, whatever "
+            "they are: rounding alone may add up to more. Use more bits or fewer blocks."
         )
     each = room / depth
     name = str(kind).removeprefix("torch.")

@@ -449,7 +449,7 @@ def _remedy(found: Diagnosis) -> str:
 
 
 _SPLINE = "A spline outside of its interval, or at its edge: build it with linear tails, scale the data into it, or run it in float64."
-_DERIVATIVE = "The value is finite and its derivative is not (a root, a power or a norm at 0, a log near 0): keep the argument away from there."
+_DERIVATIVE = "The value is finite and its derivative is not (a root, a power or a norm at 0, a log near 0): keep away from there."
 _BY_OPERATION = (
     (
         ("exp", "expm1", "sinh", "cosh", "exp_", "softplus", "pow"),
@@ -481,7 +481,7 @@ _BY_OPERATION = (
             "square",
             "sum",
         ),
-        "Numbers grow beyond the largest of the dtype: weights or the state explode. Lower the learning rate, clip gradients, audit the model.",
+        "Numbers beyond the largest of the dtype: weights or the state explode. Lower the learning rate, clip gradients, audit the model.",
     ),
 )
 
