@@ -64,7 +64,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
 	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
 	$(BIN)/python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cure.py --out results/regularizers/cure.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/penalties.py --out results/regularizers/cure.json
 
 table: $(READY)
 	$(BIN)/python -c "from bilip.recipes.table import write_table; write_table('docs/recipes.md', 'results')"

@@ -1,132 +1,595 @@
-"""Which penalty, with which weight, keeps a small affine classifier invertible?
+"""What does `bilip.cure` repair, by which rung, and at what cost?
 
-Random labels for 512 random points in 8 dimensions, which a network can only learn by stretching space: 12 coupling blocks and a linear
-head, 200 steps of Adam at a rate of 1e-2, float32. Afterwards every point makes one round trip; condition numbers are those of 8 points.
+Small flows of six libraries, trained in haste until they lose what lies outside their data (CPU):
 
-    OMP_NUM_THREADS=1 python benchmarks/cure.py --seeds 6 --out results/regularizers/cure.json
+    OMP_NUM_THREADS=1 python benchmarks/cure.py --jobs 2
+
+The paper's affine CIFAR-10 classifier and an affine Glow, trained until they explode; every rung beside as many plain steps (one GPU):
+
+    python benchmarks/cure.py --classifier --device cuda --data FOLDER
+    python benchmarks/cure.py --glow --device cuda --data FOLDER
+
+Results go to `results/cure/` as JSON with the command and the environment, and as figures drawn from them (`--figures` draws them again).
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import copy
 import json
 import math
+import multiprocessing
+import sys
+import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bilip import models
-from bilip.auditing.probes import Reconstruction, Spectrum
-from bilip.record import environment, write_json
-from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood, Penalty
-from bilip.reversible import Reversible
+sys.path.insert(0, str(Path(__file__).parent))
 
-DIMENSION, CLASSES, SAMPLES = 8, 10, 512
-Penalties = Callable[[], Sequence[Penalty]]
+import bilip
+from bilip.cures.treated import copied
+from bilip.cures.tuning import Tuning, tuned
+from bilip.record import environment, read_json, to_plain, write_json
 
-
-def trained(seed: int, penalties: Sequence[Penalty] = (), *, saving: bool = False, **model: Any):
-    """Round trip of the training points, accuracy on them, and the network."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(SAMPLES, DIMENSION, generator=generator)
-    y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-    trunk = models.real_nvp(DIMENSION, blocks=12, hidden=(32,), **({"scale": "sigmoid"} | model))
-    run = Reversible(trunk) if saving else trunk
-    head = nn.Linear(DIMENSION, CLASSES)
-    optimizer = torch.optim.Adam([*trunk.parameters(), *head.parameters()], lr=1e-2)
-    for step in range(200):
-        rows = torch.randint(SAMPLES, (128,))
-        z, log_det = run.forward_and_log_det(x[rows])
-        loss = nn.functional.cross_entropy(head(z), y[rows])
-        for penalty in penalties:
-            loss = loss + penalty(run, x[rows], latent=(z, log_det), step=step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        accuracy = float((head(trunk(x)).argmax(1) == y).float().mean())
-    return Reconstruction(rounds=1).measure(trunk, x), accuracy, run
+USES = ("inversion", "sampling", "likelihood", "ood-inversion")
+WRONG = math.sqrt(2.0**-23)
 
 
-def differences(weight: float, **options: Any) -> Penalties:
-    return lambda: [FiniteDifference(weight, every=10, **options)]
+# ---- small flows
 
 
-ROWS: dict[str, tuple[Penalties, dict[str, Any]]] = {
-    "no penalty": (list, {}),
-    "FiniteDifference(0.01, every=10)": (differences(0.01), {}),
-    "FiniteDifference(0.1, every=10)": (differences(0.1), {}),
-    "FiniteDifference(0.3, every=10)": (differences(0.3), {}),
-    "FiniteDifference(1.0, every=10)": (differences(1.0), {}),
-    "the same, original, 0.001": (differences(0.001, scaling="original"), {}),
-    "the same, original, 0.01": (differences(0.01, scaling="original"), {}),
-    "the same, original, 0.1": (differences(0.1, scaling="original"), {}),
-    'FiniteDifference(0.3, every=10, mode="inverse")': (differences(0.3, mode="inverse"), {}),
-    'FiniteDifference(0.3, every=10, mode="forward")': (differences(0.3, mode="forward"), {}),
-    "FlowLikelihood(0.001)": (lambda: [FlowLikelihood(0.001)], {}),
-    "FlowLikelihood(0.01)": (lambda: [FlowLikelihood(0.01)], {}),
-    "FlowLikelihood(0.03)": (lambda: [FlowLikelihood(0.03)], {}),
-    "FlowLikelihood(0.1)": (lambda: [FlowLikelihood(0.1)], {}),
-    'ActivationNorm(0.1, at="blocks")': (lambda: [ActivationNorm(0.1, at="blocks")], {}),
-    "the same and FlowLikelihood(0.01)": (lambda: [ActivationNorm(0.1, at="blocks"), FlowLikelihood(0.01)], {}),
-    "scale in (0.5, 1), no penalty": (list, {"scale": "half_sigmoid"}),
-    "additive, no penalty": (list, {"coupling": "additive"}),
-    "additive, nets held to 1": (list, {"coupling": "additive", "lipschitz": 1.0}),
-}
+def small(name: str, steps: int, every: bool) -> dict[str, Any]:
+    """Train one flow, cure it, and check what was handed over by other means."""
+    from flow_zoo.exploding import EXPLODING
+    from flow_zoo.flows import train
 
-
-def measure(name: str, seed: int) -> dict[str, float]:
-    make, model = ROWS[name]
-    m, accuracy, run = trained(seed, make(), **model)
-    x = torch.randn(SAMPLES, DIMENSION, generator=torch.Generator().manual_seed(seed))
-    spectrum = Spectrum(8).measure(run, x)
-    return {
-        "accuracy": accuracy,
-        "lost": m["share_nan"] + m["share_inf"] + m["share_failed"],
-        "wrong": m["share_wrong"],
-        "largest_finite": m["relative_max"],
-        "condition": spectrum["condition"] if spectrum.measured else math.nan,
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    spec = EXPLODING[name]
+    view, about = train(spec)
+    view.settle()
+    model = view.audited()
+    data = spec.set.draw(3000, seed=2)[0]
+    began = time.monotonic()
+    result = bilip.cure(
+        model,
+        {"data": data},
+        ood=["uniform", "scaled:10"],
+        uses=USES,
+        train=spec.set.draw(20_000, seed=3)[0],
+        steps=steps,
+        rate=1e-3,
+        all_rungs=every,
+        name=name,
+    )
+    row = {
+        "library": spec.library,
+        "data": spec.data,
+        "trained": about,
+        "dimension": data[0].numel(),
+        "status": result.status,
+        "rung": None if result.chosen is None else result.chosen.rung,
+        "done": result.done,
+        "seconds": round(time.monotonic() - began, 1),
+        "unsafe_before": [use for use in USES if _unsafe(result, use)],
+        "held_out_before": result.held_out,
+        "cost": result.cost,
+        "tried": [attempt.plain() for attempt in result.tried],
+        "errors": {"before": errors(model, spec, result.before), "after": {}},
+        "independent": {},
     }
+    if result.status == "cured":
+        row["errors"]["after"] = errors(result.model, spec, result.after)
+        row["independent"] = independent(result, spec)
+    return row
+
+
+def _unsafe(result: bilip.cures.Cure, use: str) -> bool:
+    if use != "ood-inversion":
+        return result.before.verdicts[use].status == "unsafe"
+    return any(m.measured and m["share_bad"] > 0.01 for m in result.before.find("reconstruction"))
+
+
+def noise(data: Tensor, seed: int, count: int = 4096) -> dict[str, Tensor]:
+    """Sources of this script's own: nothing of bilip's draws them."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = data.amin(0), data.amax(0)
+    centre = data.mean(0)
+    return {
+        "data": data[:count],
+        "uniform": low + (high - low) * torch.rand(count, *data.shape[1:], generator=generator),
+        "scaled:10": centre + 10 * (data[:count] - centre),
+    }
+
+
+@torch.no_grad()
+def trip(model: Any, x: Tensor) -> Tensor:
+    """Relative errors of round trips, in float64, infinite where something is not finite or raises."""
+    bijection = bilip.as_bijection(model)
+    found = []
+    for part in x.split(256):
+        try:
+            back = bijection.inverse(bijection(part).clone()).double()
+        except Exception:  # a library that asserts: sample by sample
+            rows = []
+            for one in part.split(1):
+                try:
+                    rows.append(bijection.inverse(bijection(one).clone()).double())
+                except Exception:
+                    rows.append(torch.full_like(one, torch.nan, dtype=torch.float64))
+            back = torch.cat(rows)
+        size = part.double().flatten(1).norm(dim=1)
+        error = (back - part.double()).flatten(1).norm(dim=1) / size.clamp_min(float(size.median()))
+        found.append(torch.where(torch.isfinite(error), error, torch.inf))
+    return torch.cat(found)
+
+
+def errors(model: Any, spec: Any, record: Any) -> dict[str, dict[str, float]]:
+    """Quantiles of the errors of each source, other samples than those of the audits."""
+    found = {}
+    for name, x in noise(spec.set.draw(4096, seed=11)[0], 12, 2048).items():
+        error = trip(model, x)
+        found[name] = {
+            "median": float(error.median()),
+            "q99": float(error.sort().values[int(0.99 * (len(error) - 1))]),
+            "bad": float((error > WRONG).double().mean()),
+            "not_finite": float(torch.isinf(error).double().mean()),
+        }
+    return found
+
+
+@torch.no_grad()
+def independent(result: Any, spec: Any) -> dict[str, Any]:
+    """Is what was handed over sound? Round trips, samples and likelihoods against a float64 copy, other seeds and other samples.
+
+    A share is called broken where more than 1 % and three standard errors of 1 % in 4,096 are bad.
+    """
+    limit = 0.01 + 3 * math.sqrt(0.01 / 4096)
+    model, treated = result.model, result.chosen.treated
+    shares = {
+        f"round trip {n}": float((trip(model, x) > WRONG).double().mean())
+        for n, x in noise(spec.set.draw(4096, seed=77)[0], 78).items()
+    }
+    exact = copy.deepcopy(treated.adapted).bijection.double()
+    base = treated.adapted.base
+    torch.manual_seed(79)
+    z = base.sample(4096)
+    own, wide = treated.bijection.inverse(z.clone()).double(), exact.inverse(z.double())
+    away = (own - wide).norm(dim=1) / wide.norm(dim=1).clamp_min(float(wide.norm(dim=1).median()))
+    shares["samples"] = float((~(away < WRONG)).double().mean())
+    x = spec.set.draw(4096, seed=80)[0]
+    ours = _log_prob(treated.bijection, base, x)
+    theirs = _log_prob(exact, base, x.double())
+    allowed = 1e-3 * (x[0].numel() + theirs.abs())
+    shares["log p"] = float((~((ours - theirs).abs() < allowed)).double().mean())
+    return {"bad": shares, "limit": limit, "broken": [name for name, share in shares.items() if share > limit]}
+
+
+def _log_prob(bijection: Any, base: Any, x: Tensor) -> Tensor:
+    z, log_det = bijection.forward_and_log_det(x)
+    return (base.log_prob(z) + log_det).double()
+
+
+def run_small(args: argparse.Namespace) -> None:
+    from flow_zoo.exploding import EXPLODING
+
+    path = args.out / "small.json"
+    rows: dict[str, Any] = read_json(path)["flows"] if path.exists() and args.resume else {}
+    names = [n for n in (args.only or EXPLODING) if n not in rows]
+    started = time.monotonic()
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(small, name, args.steps or 300, args.every): name for name in names}
+        for done in concurrent.futures.as_completed(waiting):
+            name = waiting[done]
+            try:
+                rows[name] = done.result()
+            except Exception as error:
+                rows[name] = {"status": "error", "error": f"{type(error).__name__}: {error}"[:300]}
+            row = rows[name]
+            rise, broken = (
+                row.get("cost", {}).get("rise", math.nan),
+                row.get("independent", {}).get("broken", row.get("error")),
+            )
+            print(
+                f"{name:28} {row['status']:12} {row.get('rung') or '':12} {rise:+.3f} {row.get('seconds')} s {broken}",
+                flush=True,
+            )
+            write(
+                path,
+                args,
+                {
+                    "flows": dict(sorted(rows.items())),
+                    "summary": summary(rows),
+                    "seconds": round(time.monotonic() - started),
+                },
+            )
+    print(json.dumps(summary(rows), indent=1))
+
+
+def summary(rows: dict[str, Any]) -> dict[str, Any]:
+    exploded = {name: row for name, row in rows.items() if row.get("unsafe_before")}
+    by_rung: dict[str, int] = {}
+    for row in exploded.values():
+        if row["status"] == "cured":
+            by_rung[row["rung"]] = by_rung.get(row["rung"], 0) + 1
+    rises = [
+        row["cost"]["rise"] / row["dimension"] / math.log(2)
+        for row in exploded.values()
+        if row.get("cost", {}).get("rise") is not None and row["status"] == "cured"
+    ]
+    return {
+        "flows": len(rows),
+        "exploded": len(exploded),
+        "libraries": sorted({row["library"] for row in exploded.values()}),
+        "cured": sum(by_rung.values()),
+        "cured_by": by_rung,
+        "remain": [name for name, row in exploded.items() if row["status"] != "cured"],
+        "handed_over_and_broken": [name for name, row in exploded.items() if row.get("independent", {}).get("broken")],
+        "largest_cost_bits_per_dim": max(rises, default=None),
+        "median_cost_bits_per_dim": sorted(rises)[len(rises) // 2] if rises else None,
+        "median_seconds": sorted(row["seconds"] for row in exploded.values())[len(exploded) // 2] if exploded else None,
+    }
+
+
+# ---- the classifier and Glow on CIFAR-10
+
+
+class Batches:
+    """The batches of a recipe, by step, as an endless stream."""
+
+    def __init__(self, batches: Any, seed: int, single: bool) -> None:
+        self.batches, self.seed, self.single = batches, seed, single
+
+    def __iter__(self) -> Iterator[Any]:
+        from bilip.training import Draw
+
+        step = 0
+        while True:
+            batch = self.batches(Draw(self.seed, step))
+            yield batch[0] if self.single else batch
+            step += 1
+
+
+def images(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Training and test images, as the recipes load them; without --data, random ones, to try the script out."""
+    from bilip.data import Images, image_set
+    from bilip.recipes.cifar10_classifier import shrunk
+
+    if args.data is None:
+        generator = torch.Generator().manual_seed(0)
+        made = [
+            Images(
+                torch.randint(256, (n, 3, args.side, args.side), dtype=torch.uint8, generator=generator),
+                torch.randint(10, (n,), generator=generator),
+            )
+            for n in (512, 256)
+        ]
+        return made[0], made[1]
+    train, test = (image_set("cifar10", split, args.data) for split in ("train", "test"))
+    return shrunk(train, min(args.images, len(train)), args.side), shrunk(test, len(test), args.side)
+
+
+def cut(source: Any, start: int, stop: int) -> Any:
+    from bilip.data import Images
+
+    return Images(source.x[start:stop], None if source.y is None else source.y[start:stop], source.classes)
+
+
+def fitted(task: Any, args: argparse.Namespace, steps: int, lr: float) -> float:
+    """Train, captured on a GPU, and say how long it took."""
+    from bilip.training import Settings, train
+
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            task,
+            Settings(
+                steps=steps,
+                lr=lr,
+                device=args.device,
+                seed=args.seed,
+                warmup=min(100, steps),
+                save_every=0,
+                clip=args.clip,
+            ),
+            folder,
+            progress=lambda *_: None,
+        )
+    return time.monotonic() - started
+
+
+def big(args: argparse.Namespace, kind: str) -> None:
+    """Explode, cure with every rung, and hold each against as many plain steps."""
+    from bilip.data import ImageBatches, dequantize
+    from bilip.models import classifier, flow, glow
+    from bilip.objectives import Classification, Likelihood
+    from bilip.recipes.cifar10_classifier import MEAN, STD
+    from bilip.training import Draw, Task
+
+    device = args.device
+    train_set, test_set = images(args)
+    held = max(64, len(train_set) // 20)
+    torch.manual_seed(args.seed)
+    trunk_options: dict[str, Any] = {
+        "levels": args.levels,
+        "blocks": args.blocks,
+        "hidden": args.hidden or (128 if kind == "classifier" else 256),
+        "coupling": "affine",
+        "mixing": "conv1x1",
+    }
+    trunk = glow((3, args.side, args.side), **trunk_options)
+    learning, valid = cut(train_set, 0, len(train_set) - held), cut(train_set, len(train_set) - held, len(train_set))
+    if kind == "classifier":
+        batch, lr, steps = 128, 1e-4, args.train_steps or 1600
+        batch = min(batch, len(learning))
+        options = {"device": device, "mean": MEAN, "std": STD, "pad": 4 if args.side == 32 else 1}
+        batches: Any = ImageBatches(learning, batch, **options)
+        model: Any = classifier(trunk).to(device)
+        held_out = [ImageBatches(valid, 64, **options).plain(k, min(k + 256, held)) for k in range(0, held, 256)]
+        plain = ImageBatches(test_set, 64, **options)
+        test = [plain.plain(k, k + 500) for k in range(0, len(test_set), 500)]
+        x_test = torch.cat([x for x, _ in test])
+
+        def loss(model: Any, given: Any) -> dict[str, Tensor]:
+            x, y = given
+            logits = model(x)
+            return {"loss": nn.functional.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).double().mean()}
+
+        task = Task(model, batches, Classification())
+        uses, ood, single = ("inversion",), (), False
+        model.trunk.train()(torch.cat([batches(Draw(args.seed + 1, k))[0] for k in range(2)]))
+    else:
+        batch, lr, steps = 64, 1e-3, args.train_steps or 2600
+        batch = min(batch, len(learning))
+        levels = ImageBatches(learning, batch, device=device, pad=3 if args.side == 32 else 1, std=(1 / 255,) * 3)
+
+        class Dequantized:
+            def __call__(self, draw: Any) -> tuple[Tensor]:
+                generator = torch.Generator(device).manual_seed(draw("dequantization"))
+                return (dequantize(levels(draw)[0].round().to(torch.uint8), 8, generator) - 0.5,)
+
+        def fixed(source: Any, seed: int) -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            return dequantize(source.x.to(device), 8, generator) - 0.5
+
+        batches = Dequantized()
+        model = flow(trunk).to(device)
+        held_out = list(fixed(valid, 1).split(128))
+        x_test = fixed(test_set, 2)
+        test = list(x_test.split(256))
+
+        def loss(model: Any, given: Any) -> Tensor:
+            return -model.log_prob(given).mean()
+
+        task = Task(model, batches, Likelihood())
+        uses, ood, single = (
+            ("inversion", "sampling", "likelihood", "ood-inversion"),
+            ("uniform", "gaussian", "rademacher"),
+            True,
+        )
+        model.bijection.train()(torch.cat([batches(Draw(args.seed + 1, k))[0] for k in range(4)]))
+    with bilip_tf32():
+        seconds = fitted(task, args, steps, lr)
+    model.eval()
+    print(f"{kind}: trained {steps} steps in {seconds:.0f} s", flush=True)
+
+    @torch.no_grad()
+    def quality(model: Any) -> dict[str, float]:
+        """Accuracy on all test images, or bits per dimension."""
+        if kind == "classifier":
+            right = [(model(x).argmax(1) == y).double().sum() for x, y in test]
+            return {"accuracy": float(torch.stack(right).sum()) / len(x_test), "images": len(x_test)}
+        some = test[: max(1, 2048 // len(test[0]))]
+        log_p = torch.cat([model.log_prob(x) for x in some]).double()
+        return {"bits_per_dim": float(8 - log_p.mean() / (x_test[0].numel() * math.log(2))), "images": len(log_p)}
+
+    def broken(model: Any) -> dict[str, dict[str, float]]:
+        sources = {"test": x_test[:1024]}
+        if kind == "glow":
+            low, high = float(x_test.min()), float(x_test.max())
+            generator = torch.Generator(device).manual_seed(5)
+            shape = (256, *x_test.shape[1:])
+            sources["uniform"] = low + (high - low) * torch.rand(shape, device=device, generator=generator)
+            sources["gaussian"] = float(x_test.mean()) + float(x_test.std()) * torch.randn(
+                shape, device=device, generator=generator
+            )
+            sources["rademacher"] = torch.where(torch.rand(shape, device=device, generator=generator) < 0.5, low, high)
+        found = {}
+        for name, x in sources.items():
+            error = trip(model, x)
+            finite = error[torch.isfinite(error)]
+            found[name] = {
+                "bad": float((error > WRONG).double().mean()),
+                "not_finite": float(torch.isinf(error).double().mean()),
+                "median": float(error.median()),
+                "largest_finite": float(finite.max()) if len(finite) else math.inf,
+            }
+        return found
+
+    def measured(name: str, model: Any, **more: Any) -> dict[str, Any]:
+        row = {"what": name, **more, **quality(model), "sources": broken(model)}
+        print(json.dumps(to_plain(row))[:400], flush=True)
+        return row
+
+    rows = [measured("as trained", model)]
+    tune_steps = args.steps or (200 if kind == "classifier" else 600)
+    stream = Batches(batches, args.seed + 2, single)
+    common: dict[str, Any] = {"steps": tune_steps, "rate": args.rate or lr}
+    result = bilip.cure(
+        model,
+        {"test": x_test[:2560].cpu()},
+        uses=uses,
+        ood=ood,
+        loss=loss,
+        train=stream,
+        held_out=held_out,
+        all_rungs=not args.first,
+        rungs=args.rungs.split(",") if args.rungs else None,
+        tune_tf32=device == "cuda",
+        seed=args.seed,
+        name=kind,
+        time=args.time,
+        progress=lambda text, share: print(f"  {text}", flush=True),
+        **common,
+    )
+    print(result.summary(), flush=True)
+    for attempt in result.tried:
+        if attempt.treated is None:
+            rows.append(
+                {
+                    "what": attempt.what or attempt.rung,
+                    "rung": attempt.rung,
+                    "outcome": attempt.outcome,
+                    "reason": attempt.reason,
+                    "repair_seconds": attempt.repair_seconds,
+                }
+            )
+            continue
+        rows.append(
+            measured(
+                attempt.what,
+                attempt.treated.model,
+                rung=attempt.rung,
+                outcome=attempt.outcome,
+                reason=attempt.reason,
+                repair_seconds=attempt.repair_seconds,
+                audit_seconds=attempt.audit_seconds,
+                steps=attempt.facts.get("steps"),
+            )
+        )
+    control = copied(model)
+    tuning = Tuning(loss, lambda: iter(stream), held_out, "held-out images", tf32=device == "cuda", **common)
+    began = time.monotonic()
+    tuned(control, tuning)
+    rows.append(
+        measured(
+            f"control: {tune_steps} more plain steps", control.model, repair_seconds=round(time.monotonic() - began, 1)
+        )
+    )
+    write(
+        args.out / f"{kind}.json",
+        args,
+        {
+            "model": {
+                **trunk_options,
+                "side": args.side,
+                "trained_steps": steps,
+                "training_images": len(learning),
+                "data": "CIFAR-10" if args.data else "random",
+                "training_seconds": round(seconds),
+            },
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "uses": list(uses),
+            "status": result.status,
+            "rung": None if result.chosen is None else result.chosen.rung,
+            "done": result.done,
+            "rows": rows,
+        },
+    )
+
+
+def bilip_tf32() -> Any:
+    from bilip.auditing.float32 import float32_products
+
+    return float32_products("tf32")
+
+
+# ---- what comes out
+
+
+def write(path: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = "python benchmarks/cure.py " + " ".join(sys.argv[1:])
+    write_json(path, to_plain({"command": command.strip(), "seed": args.seed, "environment": environment(), **found}))
+
+
+def figure(folder: Path) -> None:
+    """Errors before and after, per source."""
+    from matplotlib.figure import Figure
+
+    from bilip.figures.save import save
+    from bilip.figures.style import house
+
+    path = folder / "small.json"
+    if not path.exists():
+        return
+    rows = [row for row in read_json(path)["flows"].values() if row.get("unsafe_before") and row["status"] == "cured"]
+    colours = {"data": "#009E73", "uniform": "#0072B2", "scaled:10": "#D55E00"}
+    top, bottom = 1e8, 1e-8
+
+    def held(value: Any) -> float:
+        value = math.inf if value is None else float(value)
+        return min(max(value, bottom), top)
+
+    with house():
+        sheet = Figure(figsize=(3.4, 3.4), layout="constrained")
+        axes = sheet.subplots()
+        for source, colour in colours.items():
+            before = [held(row["errors"]["before"][source]["q99"]) for row in rows]
+            after = [held(row["errors"]["after"][source]["q99"]) for row in rows]
+            axes.scatter(before, after, s=16, color=colour, label=source, alpha=0.8, linewidths=0)
+        axes.plot([bottom, top], [bottom, top], color="#999999", lw=0.7)
+        axes.axhline(WRONG, color="#999999", lw=0.7, ls=":")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=(bottom / 2, 2 * top),
+            ylim=(bottom / 2, 2 * top),
+            xlabel="error of 99 % before",
+            ylabel="error of 99 % after",
+        )
+        axes.set_title(
+            f"{len(rows)} flows, cured: relative round-trip error\n(dotted: limit; at the right edge: above 1e8 or not finite)"
+        )
+        axes.legend(loc="upper left")
+        save(sheet, folder / "small.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--classifier", action="store_true", help="the affine CIFAR-10 classifier")
+    parser.add_argument("--glow", action="store_true", help="the affine Glow")
+    parser.add_argument("--figures", action="store_true", help="draw the figures again")
+    parser.add_argument(
+        "--data", type=Path, help="folder with CIFAR-10, as `bilip data` leaves it or as it is published"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", nargs="*", help="names of small flows")
+    parser.add_argument("--resume", action="store_true", help="keep the small flows that are measured already")
+    parser.add_argument("--every", action="store_true", help="small flows: go on after the first cure")
+    parser.add_argument("--first", action="store_true", help="classifier and Glow: stop at the first cure")
+    parser.add_argument("--rungs", default="")
+    parser.add_argument("--steps", type=int, help="steps of fine-tuning: 300, 200 and 600 by default")
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--train-steps", type=int, help="steps until it has exploded: 1600 and 2600 by default")
+    parser.add_argument("--images", type=int, default=20_000)
+    parser.add_argument("--side", type=int, default=32)
+    parser.add_argument("--levels", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--clip", type=float)
+    parser.add_argument("--time", type=float, help="seconds for the cure, audits included")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/cure"))
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of penalties about samples they leave out
-    rows: dict[str, list[dict[str, float]]] = {}
-    for name in ROWS:
-        rows[name] = [measure(name, seed) for seed in range(args.seeds)]
-        print(name, json.dumps(summary(rows[name])), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            args.out,
-            {
-                "command": f"python benchmarks/cure.py --seeds {args.seeds}",
-                "environment": environment(),
-                "summary": {name: summary(found) for name, found in rows.items()},
-                "seeds": rows,
-            },
-        )
-
-
-def summary(found: list[dict[str, float]]) -> dict[str, float]:
-    """Mean accuracy, ranges of what was lost and wrong, the largest error and condition number."""
-    columns = {name: [row[name] for row in found] for name in found[0]}
-    return {
-        "accuracy": sum(columns["accuracy"]) / len(found),
-        **{f"{name}_{end.__name__}": end(columns[name]) for name in ("lost", "wrong") for end in (min, max)},
-        "largest_finite": max(columns["largest_finite"]),
-        "condition": max(columns["condition"]),
-    }
+    warnings.simplefilter("ignore")
+    if args.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if args.classifier:
+        big(args, "classifier")
+    if args.glow:
+        big(args, "glow")
+    if not (args.classifier or args.glow or args.figures):
+        run_small(args)
+    figure(args.out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ FLOORS = [
     ["auditing"],
     ["probes", "testing"],
     ["training"],
+    ["cures"],
     ["recipes"],
     ["cli", "_pytest_plugin"],
 ]

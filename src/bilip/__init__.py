@@ -23,14 +23,18 @@ _NAMES = {
     "Guard": "bilip.reversible",
     "Reversible": "bilip.reversible",
     "Thresholds": "bilip.auditing",
+    "advise": "bilip.cures",
     "as_bijection": "bilip.adapters",
     "audit": "bilip.auditing",
+    "cure": "bilip.cures",
+    "diagnose": "bilip.cures",
 }
 _SUBMODULES = (
     "adapters",
     "auditing",
     "blocks",
     "bounds",
+    "cures",
     "data",
     "errors",
     "figures",
@@ -62,12 +66,16 @@ __all__ = [
     "Thresholds",
     "__version__",
     "adapters",
+    "advise",
     "as_bijection",
     "audit",
     "auditing",
     "blocks",
     "bounds",
+    "cure",
+    "cures",
     "data",
+    "diagnose",
     "errors",
     "figures",
     "models",
@@ -89,6 +97,7 @@ if TYPE_CHECKING:
         auditing,
         blocks,
         bounds,
+        cures,
         data,
         errors,
         figures,
@@ -108,6 +117,7 @@ if TYPE_CHECKING:
     from bilip.auditing import Budget, Thresholds, audit
     from bilip.blocks import Bijection, Chain, Flow, Invert
     from bilip.bounds import BiLipschitz, Box
+    from bilip.cures import advise, cure, diagnose
     from bilip.errors import BilipError
     from bilip.record import AuditRecord
     from bilip.reversible import Guard, Reversible

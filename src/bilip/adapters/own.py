@@ -16,7 +16,7 @@ def recognise(model: object, shape: Sequence[int] | None) -> tuple[Bijection, Ba
     base = None
     if isinstance(model, Flow):
         require_own_map(model, ("log_prob", "sample"), "bilip")
-        model, base = model.bijection, FlowBase(model)
+        model, base = model.bijection, getattr(model, "adapted_base", None) or FlowBase(model)
     elif not isinstance(model, Bijection):
         model = getattr(model, "trunk", None)
     if not isinstance(model, Bijection):

@@ -66,7 +66,12 @@ def _faster_channels_last(x: Tensor) -> bool:
 
 
 def first_parameter(net: nn.Module) -> Tensor | None:
-    """What `next(net.parameters(), None)` gives, in a fraction of the time: it is asked for on every pass."""
+    """What `next(net.parameters(), None)` gives, in a fraction of the time: it is asked for on every pass.
+
+    A net with a `state_dtype` converts by itself what it is given, so nothing is asked of its input.
+    """
+    if "state_dtype" in net.__dict__:
+        return None
     for parameter in net._parameters.values():
         if parameter is not None:
             return parameter

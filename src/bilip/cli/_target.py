@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bilip.adapters import Adapted
     from bilip.blocks import Bijection
 
-__all__ = ["load_bijection", "load_model"]
+__all__ = ["load_bijection", "load_model", "load_native"]
 
 
 def load_bijection(target: str) -> Bijection:
@@ -23,6 +23,11 @@ def load_bijection(target: str) -> Bijection:
 
 def load_model(target: str, device: str | None = None) -> Adapted:
     """Load a model of any library that `as_bijection` takes; a function is called, a module is taken as it is."""
+    return load_native(target, device)[1]
+
+
+def load_native(target: str, device: str | None = None) -> tuple[object, Adapted]:
+    """The same, with the object of the library itself in front."""
     import torch
 
     from bilip.adapters import adapt
@@ -49,6 +54,8 @@ def load_model(target: str, device: str | None = None) -> Adapted:
     if device is not None:
         try:
             adapted.bijection.to(device)
+            if isinstance(model, torch.nn.Module):  # its base too
+                model.to(device)
         except Exception as error:  # torch raises several kinds where a device is missing
             text = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"--device {device}: {text:.300}") from error
@@ -57,7 +64,7 @@ def load_model(target: str, device: str | None = None) -> Adapted:
         raise InputError(
             f"{target} is on the device meta, where tensors have no numbers ({empty[0]}). Load its weights first, and use another --device."
         )
-    return adapted
+    return model, adapted
 
 
 def _text(error: BaseException) -> str:

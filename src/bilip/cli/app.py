@@ -8,6 +8,7 @@ import bilip
 from bilip.cli._door import door
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
+from bilip.cli.cure import cure
 from bilip.cli.data import data
 from bilip.cli.demo import demo
 from bilip.cli.report import compare, report
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (audit, report, compare, bounds, demo, reproduce, data):
+for verb in (audit, cure, report, compare, bounds, demo, reproduce, data):
     app.command()(door(verb))
 
 

@@ -1,0 +1,631 @@
+"""`bilip.cure`: try cures from the cheapest, audit each, hand over the first that holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilip.auditing import Budget, Thresholds, audit
+from bilip.auditing.audit import _sources
+from bilip.auditing.budget import budget_named
+from bilip.auditing.looks import Looks
+from bilip.auditing.probes.probe import PROBES
+from bilip.auditing.subject import Subject
+from bilip.auditing.verdicts import judge
+from bilip.cures import arithmetic, penalties, replacements, reranging, settings  # noqa: F401 - they enter themselves
+from bilip.cures.rung import RUNGS, Case, Skipped
+from bilip.cures.treated import Treated, copied
+from bilip.cures.tuning import Tuning, held_out_loss
+from bilip.data import Source
+from bilip.errors import BilipError, CheckpointError, InputError, MissingExtra, said_by
+from bilip.record import USES, AuditRecord, Status, environment, read_json, write_aside, write_json
+from bilip.record.plain import to_plain
+
+__all__ = ["Attempt", "Cure", "cure", "restore"]
+
+EVERYWHERE = "ood-inversion"  # round trips outside the data too
+_COST = 0.02 * math.log(2)  # nats per dimension: 0.02 bits
+
+
+@dataclass
+class Attempt:
+    """One way that was tried.
+
+    Attributes:
+        rung: Name of the rung.
+        what: What was done, in words.
+        outcome: `cured`, `not safe`, `too costly`, `skipped` or `failed`.
+        reason: Why, in one sentence.
+        record: The audit afterwards, where there was one.
+        cost: Held-out loss afterwards, and by how much it rose; empty without a loss.
+        repair_seconds: Time of the repair.
+        audit_seconds: Time of the audit.
+        facts: What the rung itself reports.
+        settings: What applies it again.
+        verdicts: Status of each use that was asked for.
+    """
+
+    rung: str
+    what: str
+    outcome: str
+    reason: str = ""
+    record: AuditRecord | None = None
+    cost: dict[str, float] = field(default_factory=dict)
+    repair_seconds: float = 0.0
+    audit_seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    treated: Treated | None = field(default=None, repr=False)
+    loss: Any = field(default=None, repr=False)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values, without the audit."""
+        return {
+            name: getattr(self, name)
+            for name in (
+                "rung",
+                "what",
+                "outcome",
+                "reason",
+                "cost",
+                "repair_seconds",
+                "audit_seconds",
+                "facts",
+                "verdicts",
+            )
+        }
+
+
+@dataclass
+class Cure:
+    """What came out of a cure.
+
+    Attributes:
+        status: `cured`; `not needed`, the model is safe as it is; `best so far`, the time was over before a cure was found and the
+            model is better than before, but not safe; or `not cured`.
+        model: The cured model, in evaluation mode; a copy of the model as it was if nothing was needed; `None` if nothing held.
+        done: What was done, in words.
+        uses: What had to become safe.
+        before: The audit of the model as it was.
+        after: The audit of `model`; `None` if nothing held.
+        tried: Every way that was tried, in order, those that were skipped included.
+        held_out: The held-out loss before, where there was a loss.
+        loss: The loss with its own parameters as tuned along, where it is a module.
+        chosen: The way that was handed over, one of `tried`.
+        interrupted: Whether Ctrl-C ended it.
+
+    Example:
+        >>> import bilip, torch
+        >>> from bilip.demo_flows import load_demo_flow
+        >>> result = bilip.cure(load_demo_flow("affine_half"), torch.rand(1000, 2) * 8 - 4)
+        >>> result.status
+        'not needed'
+    """
+
+    status: str
+    model: Any
+    done: str
+    uses: tuple[str, ...]
+    before: AuditRecord
+    after: AuditRecord | None
+    tried: tuple[Attempt, ...]
+    held_out: dict[str, float] = field(default_factory=dict)
+    loss: Any = None
+    chosen: Attempt | None = field(default=None, repr=False)
+    interrupted: bool = False
+
+    @property
+    def cured(self) -> bool:
+        """Whether the wanted uses are safe now."""
+        return self.status in ("cured", "not needed")
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """The held-out loss afterwards, and by how much it rose (`rise`)."""
+        return {} if self.chosen is None else dict(self.chosen.cost)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """A table of what was tried, in text."""
+        lines = [f"{self.status}: {self.done}" if self.done else self.status]
+        for attempt in self.tried:
+            rise = attempt.cost.get("rise")
+            cost = "" if rise is None else f", held-out loss {rise:+.3g}"
+            lines.append(f"  {attempt.rung:12} {attempt.outcome:10} {attempt.what or attempt.reason}{cost}")
+            if attempt.what and attempt.reason and attempt.outcome != "cured":
+                lines.append(f"  {'':23} {attempt.reason}")
+        return "\n".join(lines)
+
+    def plain(self) -> dict[str, Any]:
+        """What was done, as JSON values; the audits have files of their own."""
+        return {
+            "format": "bilip-cure",
+            "version": 1,
+            "status": self.status,
+            "done": self.done,
+            "uses": list(self.uses),
+            "steps": [] if self.chosen is None else [{"rung": self.chosen.rung, "settings": self.chosen.settings}],
+            "held_out_before": self.held_out,
+            "cost": self.cost,
+            "tried": [attempt.plain() for attempt in self.tried],
+            "environment": environment(),
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write `cure.json`, the audits and the weights, under the library's own names, as `model.safetensors` (else `model.pt`).
+
+        `bilip.cures.restore(model, folder)` brings a model of the same architecture into the cured form.
+        """
+        target = Path(folder)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
+        treated = None if self.chosen is None else self.chosen.treated
+        if treated is not None:
+            _write_state(target, treated.state())
+        self.before.save(target / "before.json")
+        if self.after is not None:
+            self.after.save(target / "after.json")
+        write_json(target / "cure.json", to_plain(self.plain()))
+
+
+def restore(model: Any, folder: str | Path) -> Any:
+    """A model in the form that a saved cure gave it.
+
+    Args:
+        model: A model built like the one that was cured; its weights do not matter. It is not changed.
+        folder: What `Cure.save` or `bilip cure --out` wrote.
+
+    Returns:
+        The cured model, in evaluation mode.
+    """
+    source = Path(folder)
+    document = read_json(source / "cure.json")
+    if not isinstance(document, dict) or document.get("format") != "bilip-cure":
+        raise CheckpointError(f"{source / 'cure.json'} was not written by a cure.")
+    treated = copied(model)
+    for step in document.get("steps", []):
+        rung = RUNGS.get(str(step.get("rung")))
+        if rung is None:
+            raise CheckpointError(
+                f"{source / 'cure.json'} names the rung {step.get('rung')!r:.40}, which this bilip does not know."
+            )
+        treated = rung().apply(treated, dict(step["settings"]))
+    if not document.get("steps"):
+        return treated.model
+    try:
+        treated.load(_read_state(source))
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"the weights in {source} do not fit {type(model).__name__} ({said_by(error)})."
+        ) from error
+    return treated.model
+
+
+def _write_state(folder: Path, state: Mapping[str, Tensor]) -> None:
+    try:
+        import safetensors.torch as safetensors
+    except ImportError as error:
+        raise MissingExtra("saving a cured model needs safetensors: pip install 'bilip[train]'.") from error
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    write_aside(folder / "model.safetensors", safetensors.save(tensors))
+
+
+def _read_state(folder: Path) -> dict[str, Tensor]:
+    try:
+        import safetensors.torch as safetensors
+    except ImportError as error:
+        raise MissingExtra("loading a cured model needs safetensors: pip install 'bilip[train]'.") from error
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; Cure.save writes it.")
+    try:
+        return safetensors.load(path.read_bytes())
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file ({said_by(error)}).") from error
+
+
+def cure(
+    model: Any,
+    data: Mapping[str, Any] | Any,
+    *,
+    uses: Sequence[str] | str | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    train: Any = None,
+    held_out: Any = None,
+    ood: Sequence[str] = (),
+    time: float | None = None,
+    rungs: Sequence[str] | None = None,
+    all_rungs: bool = False,
+    most_cost: float | None = None,
+    steps: int = 400,
+    rate: float = 3e-4,
+    batch: int = 256,
+    tune_tf32: bool = False,
+    budget: str | Budget = "quick",
+    thresholds: Thresholds | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    keep_interrupted: bool = False,
+    progress: Callable[[str, float], None] | None = None,
+) -> Cure:
+    """Repair a trained model: try cures from the cheapest, audit each, and hand over the first that makes the wanted uses safe.
+
+    The model itself is never changed. What is handed over was found safe by an audit, and no use that was safe before is unsafe after.
+
+    Args:
+        model: A bijection, a flow, or anything `as_bijection` takes.
+        data: Sources for the audits, as in `bilip.audit`.
+        uses: What has to become safe: names of `bilip.record.USES`, or `"ood-inversion"` for round trips on out-of-distribution sources. By
+            default every use that the audit of the model finds unsafe.
+        loss: `loss(model, batch)`, a scalar to be minimised, for the rungs that fine-tune; a module is copied and tuned along. By default
+            the negative log-likelihood, where the model has a base and `train` is given.
+        train: Batches for fine-tuning: a tensor or a tuple of tensors, a `DataLoader`, a `Dataset` or a list of batches. Without it the
+            rungs that fine-tune are skipped.
+        held_out: Batches on which the cost is measured; by default the last tenth of `train`, at most 2,048 rows.
+        ood: Out-of-distribution sources, as in `bilip.audit`.
+        time: Seconds that it may take. When they are over, the best so far is returned and called that.
+        rungs: Names of the rungs to try, of `settings`, `arithmetic`, `replacements`, `re-range`, `penalties`; by default all.
+        all_rungs: Go on after the first cure, to compare; the first that holds is still what is handed over.
+        most_cost: Largest rise of the held-out loss; by default 0.02 bits per dimension for a likelihood, 5 % of the loss for another one.
+        steps: Largest number of steps of fine-tuning.
+        rate: Learning rate of fine-tuning.
+        batch: Rows in a batch, where `train` is a tensor.
+        tune_tf32: Whether steps of fine-tuning multiply in TF32, which is faster on a GPU; what is measured does not.
+        budget: Of each audit.
+        thresholds: What counts as safe.
+        seed: Seed of everything random.
+        name: Name of the model in reports.
+        keep_interrupted: On Ctrl-C return the best so far instead of raising.
+        progress: Called with a text and the share that is done.
+
+    Example:
+        >>> import bilip, torch
+        >>> from bilip.demo_flows import load_demo_flow
+        >>> flow = load_demo_flow("affine_sigmoid")
+        >>> data = torch.rand(1000, 2) * 8 - 4
+        >>> result = bilip.cure(flow, data, ood=["uniform:2"], uses=["ood-inversion"])
+        >>> result.status, result.chosen.rung
+        ('cured', 'arithmetic')
+    """
+    given = {k: v for k, v in locals().items() if k not in ("model", "data")}
+    return _Ladder(model, data, **given).climb()
+
+
+class _Ladder:
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        uses: Sequence[str] | str | None,
+        loss: Any,
+        train: Any,
+        held_out: Any,
+        ood: Sequence[str],
+        time: float | None,
+        rungs: Sequence[str] | None,
+        all_rungs: bool,
+        most_cost: float | None,
+        steps: int,
+        rate: float,
+        batch: int,
+        tune_tf32: bool,
+        budget: str | Budget,
+        thresholds: Thresholds | None,
+        seed: int,
+        name: str | None,
+        keep_interrupted: bool,
+        progress: Callable[[str, float], None] | None,
+    ) -> None:
+        self.started = monotonic()
+        for label, value in (("steps", steps), ("batch", batch)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"cure({label}={value!r}): expected a whole number, 1 or more.")
+        for label, number in (("rate", rate), ("time", time)):
+            if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+                raise InputError(f"cure({label}={number!r}): expected a positive number.")
+        self.model, self.seed, self.all_rungs, self.keep = model, seed, all_rungs, keep_interrupted
+        self.end = math.inf if time is None else self.started + time
+        self.time = time
+        self.asked = _uses(uses)
+        self.rungs = _chosen(rungs)
+        self.progress = progress
+        self.treated = copied(model)
+        self.subject = Subject(self.treated.adapted, name or _name(model))
+        spent = budget if isinstance(budget, Budget) else budget_named(budget)
+        if EVERYWHERE in (self.asked or ()) and not ood and not isinstance(data, Mapping):
+            raise InputError(
+                "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
+            )
+        self.sources: list[Source] = _sources(data, ood, spent, seed, self.subject)
+        self._require_enough(spent, thresholds)
+        self.options: dict[str, Any] = {
+            "budget": budget,
+            "thresholds": thresholds,
+            "seed": seed,
+            "name": name or _name(model),
+            "keep_interrupted": False,
+        }
+        self.thresholds, self.most_cost = thresholds or Thresholds(), most_cost
+        self.tuning = Tuning.of(
+            loss,
+            train,
+            held_out,
+            self.treated,
+            self.sources,
+            batch=batch,
+            seed=seed,
+            steps=steps,
+            rate=rate,
+            tf32=tune_tf32,
+        )
+        self.tried: list[Attempt] = []
+        self.place = 0.0
+        self.interrupted = False
+
+    def _require_enough(self, spent: Budget, thresholds: Thresholds | None) -> None:
+        """Raise where there are too few samples for any use to be found safe: every cure would fail."""
+        share = spent.bad_share if thresholds is None or thresholds.bad_share is None else thresholds.bad_share
+        needed = Looks(share).needed if share else 0
+        few = next((s for s in self.sources if s.role == "data" and s.count < needed), None)
+        if few is not None:
+            raise InputError(
+                f"cure: source {few.name!r} has {few.count:,} samples; {needed:,} good ones are needed to find that at most "
+                f"{100 * share:g} % are bad. Pass more data, or thresholds=bilip.Thresholds(bad_share=...)."
+            )
+
+    # ---- the climb
+
+    def climb(self) -> Cure:
+        """Try rung after rung."""
+        self._tell("audit of the model as it is")
+        self.before = self._audit(self.treated, blame=True)
+        states = self._states(self.before)
+        self.uses = self.asked or tuple(use for use, status in states.items() if status == Status.UNSAFE)
+        if self.tuning is not None:
+            self.tuning.metrics = held_out_loss(self.treated, self.tuning)
+        if all(states.get(use) == Status.SAFE for use in self.uses):
+            return self._result("not needed", None)
+        self.was_safe = {use for use, status in states.items() if status == Status.SAFE}
+        case = Case(
+            self.subject,
+            self.sources,
+            self.before,
+            self.uses,
+            self.tuning,
+            self.left,
+            self._tell,
+            dict(self.before.settings),
+        )
+        cured: Attempt | None = None
+        try:
+            for attempt in self._attempts(case):
+                self.tried.append(attempt)
+                if attempt.outcome == "cured" and cured is None:
+                    cured = attempt
+                    if not self.all_rungs:
+                        break
+                if self.left() <= 0:
+                    break
+        except KeyboardInterrupt:
+            if not self.keep:
+                raise
+            self.end, self.interrupted = -math.inf, True
+        if cured is not None:
+            return self._result("cured", cured)
+        best = self._best()
+        if self.left() <= 0 and best is not None:
+            return self._result("best so far", best)
+        return self._result("not cured", None)
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.end - monotonic()
+
+    def _attempts(self, case: Case) -> Iterator[Attempt]:
+        for k, name in enumerate(self.rungs):
+            self.place = (k + 0.5) / (len(self.rungs) + 1)
+            rung = RUNGS[name]()
+            if rung.needs_loss and self.tuning is None:
+                yield Attempt(
+                    name,
+                    "",
+                    "skipped",
+                    "it needs batches and a loss: pass train= (and loss=, for a model without a base)",
+                )
+                continue
+            try:
+                for chosen, what in rung.options(case):
+                    if self.left() <= 0:
+                        yield Attempt(name, what, "skipped", f"the time of {self.time:g} s was over")
+                        return
+                    attempt = self._attempt(name, chosen, what, case)
+                    yield attempt
+                    if attempt.outcome == "cured" and rung.needs_loss:
+                        break  # milder than what would come next
+            except Skipped as why:
+                yield Attempt(name, "", "skipped", str(why))
+
+    def _attempt(self, name: str, chosen: dict[str, Any], what: str, case: Case) -> Attempt:
+        self._tell(f"{name}: {what}")
+        attempt = Attempt(name, what, "failed", settings=chosen)
+        started = monotonic()
+        rung = RUNGS[name]()
+        try:
+            with torch.random.fork_rng(devices=self.subject.devices):
+                torch.manual_seed(self.seed)
+                treated = rung.apply(copied(self.model), chosen)
+                facts = rung.finish(treated, chosen, case)
+        except Skipped as why:
+            attempt.outcome, attempt.reason = "skipped", str(why)
+            attempt.repair_seconds = round(monotonic() - started, 2)
+            return attempt
+        except InputError:
+            raise
+        except Exception as error:  # of the model, of the loss: the next rung may do better
+            attempt.reason = said_by(error)
+            attempt.repair_seconds = round(monotonic() - started, 2)
+            return attempt
+        attempt.loss = facts.pop("loss", None)
+        attempt.facts, attempt.treated = facts, treated
+        attempt.repair_seconds, started = round(monotonic() - started, 2), monotonic()
+        try:
+            if self.tuning is not None:
+                attempt.cost = self._cost(treated, self.tuning, attempt.loss)
+            self._tell(f"{name}: audit")
+            attempt.record = self._audit(treated)
+        except BilipError as error:
+            attempt.reason, attempt.treated = str(error), None
+            return attempt
+        finally:
+            attempt.audit_seconds = round(monotonic() - started, 2)
+        states = self._states(attempt.record)
+        attempt.verdicts = {use: str(status.value) for use, status in states.items()}
+        open_ = [use for use in self.uses if states.get(use) != Status.SAFE]
+        worse = [use for use in self.was_safe if states.get(use) == Status.UNSAFE]
+        if open_ or worse:
+            attempt.outcome = "not safe"
+            attempt.reason = self._reason(attempt.record, (open_ or worse)[0])
+        elif attempt.cost and attempt.cost["rise"] > self._most():
+            attempt.outcome = "too costly"
+            attempt.reason = f"the held-out loss rises by {attempt.cost['rise']:.3g}, {self._most():.3g} allowed"
+        else:
+            attempt.outcome, attempt.reason = "cured", ""
+        return attempt
+
+    # ---- measuring
+
+    def _audit(self, treated: Treated, *, blame: bool = False) -> AuditRecord:
+        wanted = {"inversion", "sampling", "likelihood", "ood-likelihood", *(self.asked or ())} - {EVERYWHERE}
+        probes = [
+            probe.name for probe in PROBES.values() if any(q.judged and wanted & set(q.uses) for q in probe.quantities)
+        ]
+        left = self.left()
+        return audit(
+            treated.adapted,
+            {source.name: source for source in self.sources},
+            ood=[source.name for source in self.sources if source.role == "ood"],
+            probes=[*probes, "blame"] if blame else probes,
+            time=None if left == math.inf else max(left, 1.0),
+            progress=self._shown,
+            **self.options,
+        )
+
+    def _states(self, record: AuditRecord) -> dict[str, Status]:
+        states = {use: verdict.status for use, verdict in record.verdicts.items() if use in USES}
+        if EVERYWHERE in (self.asked or ()):
+            states[EVERYWHERE] = self._everywhere(record).status
+        return states
+
+    def _everywhere(self, record: AuditRecord) -> Any:
+        """The verdict on inversion, with every source counted as data."""
+        sources = [{**source, "role": "data"} for source in record.sources]
+        limits = self.thresholds
+        if limits.bad_share is None:
+            limits = Thresholds(bad_share=float(record.settings["costs"]["bad_share"]))
+        return judge(record.measurements, sources, limits, self.subject.eps)["inversion"]
+
+    def _reason(self, record: AuditRecord, use: str) -> str:
+        return self._everywhere(record).reason if use == EVERYWHERE else record.verdicts[use].reason
+
+    def _cost(self, treated: Treated, tuning: Tuning, loss: Any) -> dict[str, float]:
+        try:
+            found = held_out_loss(treated, tuning, loss)
+        except InputError:
+            if treated.model is treated.native:
+                raise
+            return {}  # a loss that knows the library's own object alone; the parameters are the same
+        return {**found, "rise": found["loss"] - tuning.metrics["loss"]}
+
+    def _most(self) -> float:
+        if self.most_cost is not None:
+            return self.most_cost
+        if self.subject.base is not None:
+            return _COST * math.prod(self.sources[0].shape)
+        return 0.05 * abs(self.tuning.metrics["loss"]) if self.tuning is not None else math.inf
+
+    def _best(self) -> Attempt | None:
+        """The way that leaves the fewest samples bad, if it is fewer than before."""
+
+        def bad(record: AuditRecord) -> tuple[int, float]:
+            states = self._states(record)
+            shares = [
+                float(m["share_bad"]) for m in record.measurements if m.measured and m.get("share_bad") is not None
+            ]
+            return sum(states.get(use) != Status.SAFE for use in self.uses), sum(shares)
+
+        measured = [(bad(a.record), a) for a in self.tried if a.record is not None and a.treated is not None]
+        measured = [(score, a) for score, a in measured if score < bad(self.before) and a.outcome != "too costly"]
+        return min(measured, key=lambda pair: pair[0])[1] if measured else None
+
+    def _result(self, status: str, chosen: Attempt | None) -> Cure:
+        self.place = 1.0
+        if self.progress is not None:
+            self.progress("done", 1.0)
+        model, after, done = None, None, ""
+        if status == "not needed":
+            model, after = self.treated.model, self.before
+        elif chosen is not None and chosen.treated is not None:
+            model, after, done = chosen.treated.model, chosen.record, chosen.what
+        for attempt in self.tried:
+            if attempt is not chosen and not self.all_rungs:
+                attempt.treated = None  # memory
+        return Cure(
+            status,
+            model,
+            done,
+            tuple(self.uses),
+            self.before,
+            after,
+            tuple(self.tried),
+            {} if self.tuning is None else self.tuning.metrics,
+            None if chosen is None else chosen.loss,
+            chosen,
+            self.interrupted,
+        )
+
+    def _tell(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress(text, min(self.place, 0.99))
+
+    def _shown(self, text: str, share: float) -> None:
+        self._tell(text)
+
+
+def _uses(uses: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    if uses is None:
+        return None
+    listed = tuple(part.strip() for part in uses.split(",") if part.strip()) if isinstance(uses, str) else tuple(uses)
+    known = (*USES, EVERYWHERE)
+    for use in listed:
+        if use not in known:
+            raise InputError(f"cure(uses={use!r}): expected some of {', '.join(known)}.")
+    if not listed:
+        raise InputError(f"cure(uses=()): expected some of {', '.join(known)}, or None for all that are unsafe.")
+    return listed
+
+
+def _chosen(rungs: Sequence[str] | None) -> list[str]:
+    order = sorted(RUNGS, key=lambda name: RUNGS[name].place)
+    if rungs is None:
+        return order
+    for rung in rungs:
+        if rung not in RUNGS:
+            raise InputError(f"cure(rungs=...): unknown rung {rung!r:.40}; expected some of {', '.join(order)}.")
+    return [name for name in order if name in rungs]
+
+
+def _name(model: Any) -> str:
+    return type(getattr(model, "bijection", model)).__name__ if hasattr(model, "library") else type(model).__name__

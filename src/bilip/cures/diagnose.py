@@ -1,0 +1,601 @@
+"""What went non-finite first: the step, the sample, the block and the operation, forward or backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import linecache
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType, MethodType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from bilip.adapters import Adapted, adapt
+from bilip.adapters.foreign import reference
+from bilip.auditing.probes.blame import kind_of
+from bilip.auditing.subject import _graphs
+from bilip.cures.tuning import _moved, _one, _value
+from bilip.errors import BilipError, InputError, TrainingDiverged, said_by
+
+__all__ = ["Diagnosis", "NonFinite", "Watch", "diagnose", "watch"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where numbers stopped being finite.
+
+    Attributes:
+        found: Whether anything is not finite.
+        where: `forward`, `backward`, `parameters` (they were not finite to begin with), `input`, or `raised` for an exception.
+        block: Path of the block, as an audit names it; empty outside of blocks.
+        kind: Its class.
+        module: Path of the innermost module, as the library names it.
+        operation: What was computed: the name of torch's function, or of the exception.
+        line: The line of code.
+        sample: Index in the batch of the first sample that it hit; `None` where an operation mixes samples.
+        inputs: Of each tensor that went in: its range, and the values at the place where the result is not finite.
+        value: What came out there.
+        in_float64: Whether the same happens in float64, with the same weights; `None` if that could not be tried.
+        remedy: What to do.
+        step: Step of training, where it was watched.
+
+    Example:
+        >>> import bilip, torch
+        >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=3, scale="exp"))
+        >>> with torch.no_grad():
+        ...     _ = flow.bijection[1].t.layers[-1].bias.fill_(100.0)
+        >>> found = bilip.diagnose(flow, torch.zeros(4, 2))
+        >>> found.where, found.block, found.operation, found.in_float64
+        ('forward', '1', 'exp', False)
+    """
+
+    found: bool
+    where: str = ""
+    block: str = ""
+    kind: str = ""
+    module: str = ""
+    operation: str = ""
+    line: str = ""
+    sample: int | None = None
+    inputs: tuple[dict[str, Any], ...] = ()
+    value: float | None = None
+    in_float64: bool | None = None
+    remedy: str = ""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        if not self.found:
+            return "everything is finite."
+        at = f"block {self.block} ({self.kind})" if self.block else self.module or "outside of the blocks"
+        step = "" if self.step is None else f"step {self.step}: "
+        sample = "" if self.sample is None else f", sample {self.sample}"
+        wide = {True: " float64 has it too.", False: " float64 does not have it.", None: ""}[self.in_float64]
+        around = "; ".join(
+            f"{row['name']} from {row['low']:.3g} to {row['high']:.3g}, there {row['there']:.4g}"
+            for row in self.inputs[:3]
+        )
+        around = f" Its input: {around}." if around else ""
+        line = f" ({self.line})" if self.line else ""
+        text = (
+            f"{step}{self.where}, {at}, {self.operation}{line}{sample} gives {self.value}.{around}{wide} {self.remedy}"
+        )
+        return text.strip()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+class NonFinite(TrainingDiverged):
+    """A loss or a gradient that is not finite, with its `diagnosis`."""
+
+    def __init__(self, message: str, step: int, diagnosis: Diagnosis) -> None:
+        super().__init__(message, step)
+        self.diagnosis = diagnosis
+
+
+def diagnose(
+    model: Any,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    latents: Tensor | None = None,
+    float64: bool = True,
+    step: int | None = None,
+) -> Diagnosis:
+    """Find where a loss, a gradient or a sample stopped being finite, by running the batch again on a copy, operation by operation.
+
+    Args:
+        model: The model, in the mode in which it failed; anything `as_bijection` takes. It is not changed.
+        batch: The batch, as the loss takes it.
+        loss: `loss(model, batch)`; by default the negative log-likelihood of a flow, else the squares of the latents. Its gradient is
+            looked at too.
+        latents: Instead of a batch: latents whose decoding is not finite.
+        float64: Whether to look if float64 has it too.
+        step: Step of training, to be stated.
+
+    Example:
+        >>> import bilip, torch
+        >>> bilip.diagnose(bilip.models.real_nvp(2), torch.zeros(4, 2)).found
+        False
+    """
+    if (batch is None) == (latents is None):
+        raise InputError("diagnose: pass a batch, or latents=, and not both.")
+    adapted = model if isinstance(model, Adapted) else adapt(model)
+    found = _replay(model, adapted, batch, latents, loss, None)
+    if found.found and float64 and found.where not in ("parameters", "input"):
+        try:
+            wide = _replay(model, adapted, batch, latents, loss, torch.float64).found
+        except Exception:  # a model or a loss that does not run in float64
+            wide = None
+        found = replace(found, in_float64=wide)
+    return replace(found, step=step, remedy=_remedy(found))
+
+
+def _replay(
+    model: Any, adapted: Adapted, batch: Any, latents: Tensor | None, loss: Loss | None, dtype: torch.dtype | None
+) -> Diagnosis:
+    try:
+        native = copy.deepcopy(model, _graphs(adapted.bijection))
+    except Exception as error:
+        raise InputError(f"diagnose: {type(model).__name__} cannot be copied ({said_by(error)}).") from error
+    twin = native if isinstance(native, Adapted) else adapt(native)
+    target: Any = native if isinstance(native, nn.Module) else twin.bijection
+    like = reference(target)
+    if dtype is not None:
+        target.to(dtype)
+        base = getattr(twin.base, "module", None)
+        if isinstance(base, nn.Module):
+            base.to(dtype)
+        like = like.to(dtype)
+    names = _Names(native, twin)
+    for name, value in (*target.named_parameters(), *target.named_buffers()):
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()) and not _meant(value):
+            block, kind = names.block_of_tensor(value)
+            bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
+            return Diagnosis(True, "parameters", block, kind, name, "weights", value=bad)
+    given = _moved(latents if batch is None else batch, like)
+    first = _one(given)
+    if isinstance(first, Tensor) and first.is_floating_point() and not bool(torch.isfinite(first).all()):
+        row = int((~torch.isfinite(first.flatten(1) if first.ndim > 1 else first[:, None])).any(1).nonzero()[0])
+        return Diagnosis(True, "input", operation="batch", sample=row, value=math.nan)
+    for parameter in target.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+    operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0)
+    try:
+        with operations, torch.enable_grad():
+            decoding = latents is not None
+            total = twin.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, twin, given)
+    except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return _raised(error, names)
+    if operations.first is not None and not bool(torch.isfinite(total.detach())):
+        return operations.first  # else what was not finite was masked out
+    return _backward(total, operations) if total.requires_grad else Diagnosis(False)
+
+
+def _loss(loss: Loss | None, native: Any, twin: Adapted, given: Any) -> Tensor:
+    if loss is not None:
+        return _value(loss(native, given))[0]
+    x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (_one(given), None)
+    z, log_det = twin.bijection.forward_and_log_det(x, context)
+    if twin.base is None:
+        return (z.flatten(1).square().sum(1) / 2 - log_det).mean()
+    return -(twin.base.log_prob(z, context) + log_det).mean()
+
+
+def _meant(value: Tensor) -> bool:
+    """Whether a tensor holds infinities on purpose, as the ends of a range do: no NaN, and constant."""
+    return not value.requires_grad and not bool(torch.isnan(value).any()) and value.numel() <= 2
+
+
+class _Names:
+    """From objects to the names of modules and blocks."""
+
+    def __init__(self, native: Any, twin: Adapted) -> None:
+        top = native if isinstance(native, nn.Module) else twin.bijection
+        self.modules = {id(part): name for name, part in twin.bijection.named_modules()}
+        self.modules |= {id(part): name for name, part in top.named_modules()}
+        self.blocks: dict[int, tuple[str, str]] = {}
+        self.tensors: dict[int, tuple[str, str]] = {}
+        for name, part in twin.bijection.parts():
+            for inner in part.modules():
+                self.blocks.setdefault(id(inner), (name, kind_of(part)))
+                held = inner.__dict__.get("held")
+                if held is not None:
+                    self.blocks.setdefault(id(held), (name, kind_of(part)))
+            for tensor in (*part.parameters(), *part.buffers()):
+                self.tensors.setdefault(id(tensor), (name, kind_of(part)))
+
+    def block_of_tensor(self, tensor: Tensor) -> tuple[str, str]:
+        """The block that holds a tensor."""
+        return self.tensors.get(id(tensor), ("", ""))
+
+    def place(self, frame: FrameType | None) -> tuple[str, str, str, str]:
+        """Block, its kind, innermost module and line of code, from the stack of calls."""
+        block, kind, module, line = "", "", "", ""
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not line and not path.endswith("cures/diagnose.py") and "torch" not in Path(path).parts[:-1]:
+                text = linecache.getline(path, frame.f_lineno).strip()
+                line = f"{Path(path).name}:{frame.f_lineno} {text[:100]}"
+            for owner in _owners(frame):
+                if not module and id(owner) in self.modules:
+                    module = self.modules[id(owner)]
+                if id(owner) in self.blocks:
+                    block, kind = self.blocks[id(owner)]
+                    return block, kind, module, line
+            frame = frame.f_back
+        return block, kind, module, line
+
+
+def _owners(frame: FrameType) -> Iterator[Any]:
+    """The object whose method a frame runs, and those that it was built by: zuko's transforms hold a method of a module."""
+    owner = frame.f_locals.get("self")
+    if owner is None:
+        return
+    yield owner
+    if isinstance(owner, nn.Module):
+        return
+    for value in list(getattr(owner, "__dict__", {}).values()):
+        inner = value.func if isinstance(value, functools.partial) else value
+        if isinstance(inner, MethodType):
+            yield inner.__self__
+
+
+class _Operations(TorchFunctionMode):
+    """Looks at what every function of torch returns, and keeps the first result that is not finite though its inputs are."""
+
+    SILENT = (
+        "isfinite", "isnan", "isinf", "full_like", "full", "empty", "empty_like", "nan_to_num", "where", "masked_fill", "__repr__",
+        "clone", "detach", "__get__", "__set__", "copy_", "to", "double", "float", "new_empty", "new_full", "empty_strided", "__setitem__",
+        "fill_", "is_floating_point", "size", "dim", "numel", "contiguous",
+    )  # fmt: skip
+
+    def __init__(self, names: _Names, count: int) -> None:
+        super().__init__()
+        self.names, self.count = names, count
+        self.first: Diagnosis | None = None
+        self.nodes: dict[Any, tuple[str, str, str, str, str]] = {}
+        self.busy = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.busy:
+            return out
+        self.busy = True
+        try:
+            self._look(func, args, kwargs or {}, out)
+        finally:
+            self.busy = False
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = _short(func)
+        results = [
+            t
+            for t in (out if isinstance(out, (tuple, list)) else (out,))
+            if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        if not results or name in self.SILENT:
+            return
+        for result in results:
+            if result.grad_fn is not None and result.grad_fn not in self.nodes:
+                self.nodes[result.grad_fn] = (name, *self.names.place(sys._getframe(2)))
+        bad = next((t for t in results if not bool(torch.isfinite(t).all())), None)
+        if bad is None:
+            return
+        inputs = [t for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()]
+        if not inputs or any(not bool(torch.isfinite(t).all()) for t in inputs):
+            return  # a constant, or it began elsewhere
+        block, kind, module, line = self.names.place(sys._getframe(2))
+        place = (~torch.isfinite(bad.detach())).nonzero()[0].tolist() if bad.ndim else []
+        sample = place[0] if place and self.count and bad.shape[0] == self.count else None
+        found = Diagnosis(
+            True,
+            "forward",
+            block,
+            kind,
+            module,
+            name,
+            line,
+            sample,
+            tuple(_around(k, t, place, bad) for k, t in enumerate(inputs[:3])),
+            float(bad.detach()[tuple(place)] if place else bad.detach()),
+        )
+        self.first = self.first or found
+
+
+def _short(func: Any) -> str:
+    """The name of a function of torch, as users write it."""
+    name = (resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-1]
+    return {
+        "__truediv__": "div",
+        "__mul__": "mul",
+        "__add__": "add",
+        "__sub__": "sub",
+        "__rtruediv__": "div",
+        "__rdiv__": "div",
+    }.get(name, name)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _around(k: int, t: Tensor, place: list[int], like: Tensor) -> dict[str, Any]:
+    """The range of an input, and its value where the result is not finite: for another shape, the largest of that sample."""
+    t = t.detach()
+    if not t.numel():
+        return {"name": f"input {k}", "low": math.nan, "high": math.nan, "there": math.nan}
+    try:
+        there = float(t.expand(like.shape)[tuple(place)])
+    except RuntimeError:
+        row = t[place[0]] if place and t.ndim and t.shape[0] == like.shape[0] else t
+        there = float(row.flatten()[row.flatten().abs().argmax()])
+    return {"name": f"input {k}", "low": float(t.min()), "high": float(t.max()), "there": there}
+
+
+def _raised(error: Exception, names: _Names) -> Diagnosis:
+    """An exception of the model, such as a spline's complaint about its domain."""
+    trace: TracebackType | None = error.__traceback__
+    last = trace
+    while trace is not None:
+        last, trace = trace, trace.tb_next
+    block, kind, module, line = names.place(None if last is None else last.tb_frame)
+    return Diagnosis(True, "raised", block, kind, module, said_by(error, 120), line, value=math.nan)
+
+
+def _backward(total: Tensor, operations: _Operations) -> Diagnosis:
+    """Run the backward pass and find the first node that makes a gradient that is not finite from one that is."""
+    first: list[Diagnosis] = []
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack = [(total.grad_fn, None)]
+    near: dict[Any, Any] = {}
+    while stack:
+        node, consumer = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        order.append(node)
+        near[node] = node if node in operations.nodes else near.get(consumer)
+        stack += [(n, node) for n, _ in node.next_functions]
+
+    def hook(node: Any) -> Callable[[Any, Any], None]:
+        def look(made: Any, given: Any) -> None:
+            if first:
+                return
+            bad = next(
+                (
+                    t
+                    for t in made
+                    if isinstance(t, Tensor) and t.is_floating_point() and not bool(torch.isfinite(t).all())
+                ),
+                None,
+            )
+            if bad is None or any(isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in given):
+                return
+            name, block, kind, module, line = operations.nodes.get(near[node]) or ("", "", "", "", "")
+            place = (~torch.isfinite(bad)).nonzero()[0].tolist() if bad.ndim else []
+            sample = place[0] if place and operations.count and bad.shape[0] == operations.count else None
+            inputs = tuple(_around(k, t, place, bad) for k, t in enumerate(given) if isinstance(t, Tensor))
+            first.append(
+                Diagnosis(
+                    True,
+                    "backward",
+                    block,
+                    kind,
+                    module,
+                    name or node.name(),
+                    line,
+                    sample,
+                    inputs[:3],
+                    float(bad[tuple(place)] if place else bad),
+                )
+            )
+
+        return look
+
+    handles = [node.register_hook(hook(node)) for node in order]
+    try:
+        total.backward()
+    except Exception as error:  # a graph that was used up inside the loss
+        return Diagnosis(True, "raised", operation=said_by(error, 120), value=math.nan)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return first[0] if first else Diagnosis(False)
+
+
+def _remedy(found: Diagnosis) -> str:
+    """What usually helps, by the operation."""
+    if not found.found:
+        return ""
+    name, text = found.operation.lower(), found.operation.lower() + " " + found.line.lower()
+    if found.where == "parameters":
+        return "The weights were broken before this batch: load a checkpoint from before, lower the learning rate, clip gradients."
+    if found.where == "input":
+        return "The batch itself is not finite: clean the data."
+    if "actnorm" in found.kind.lower() or ("std" in text and found.where == "forward"):
+        return "A feature that is constant in the batch that it starts from: drop it, add noise, or start from a larger batch."
+    if found.where == "raised":
+        return (
+            _SPLINE
+            if "domain" in name or "assert" in name or "spline" in found.kind.lower()
+            else "The model raised: see the line."
+        )
+    if found.where == "backward":
+        return _DERIVATIVE
+    return next(
+        (text for names, text in _BY_OPERATION if name in names), "Look at the line, and at the values that went in."
+    )
+
+
+_SPLINE = "A spline outside of its interval, or at its edge: build it with linear tails, scale the data into it, or run it in float64."
+_DERIVATIVE = "The value is finite and its derivative is not (a root, a power or a norm at 0, a log near 0): keep away from there."
+_BY_OPERATION = (
+    (
+        ("exp", "expm1", "sinh", "cosh", "exp_", "softplus", "pow"),
+        "An exponent that overflows: bound it (scale='half_sigmoid', FrEIA's clamp, tanh), or cure the trained model with bilip.cure.",
+    ),
+    (
+        ("log", "log2", "log10", "log_", "logit", "log1p"),
+        "A logarithm of 0: use the form that cannot underflow (logsigmoid, log_softmax), or keep a floor under the scale.",
+    ),
+    (
+        ("div", "reciprocal", "true_divide", "div_", "rsqrt", "divide"),
+        "A division by 0, or by a number so small that it overflows: keep a floor under the scale.",
+    ),
+    (
+        (
+            "linear",
+            "addmm",
+            "matmul",
+            "mm",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "baddbmm",
+            "bmm",
+            "einsum",
+            "mul",
+            "add",
+            "sub",
+            "square",
+            "sum",
+        ),
+        "Numbers beyond the largest of the dtype: weights or the state explode. Lower the learning rate, clip gradients, audit the model.",
+    ),
+)
+
+
+class Watch:
+    """Looks at losses and gradients while a model is trained; diagnoses the first that is not finite.
+
+    Args:
+        model: The model.
+        loss: `loss(model, batch)`, for the replay; by default as in `diagnose`.
+        save: A folder for what failed: weights, batch and random state, for `Watch.replay`.
+        stop: Raise `NonFinite` at the first failure; else the diagnosis is kept and training goes on.
+
+    Attributes:
+        diagnosis: What was found, or `None`.
+        steps: Steps that were watched.
+    """
+
+    def __init__(
+        self, model: Any, loss: Loss | None = None, *, save: str | Path | None = None, stop: bool = True
+    ) -> None:
+        self.model, self.loss, self.save, self.stop = model, loss, None if save is None else Path(save), stop
+        self.adapted = adapt(model)
+        self.target: nn.Module = model if isinstance(model, nn.Module) else self.adapted.bijection
+        self.steps, self.diagnosis = 0, None
+        self._random = torch.get_rng_state()
+
+    def step(self, loss: Tensor, batch: Any) -> bool:
+        """Call it between `loss.backward()` and `optimizer.step()`: whether all is finite.
+
+        Raises:
+            NonFinite: The loss or a gradient is not, and `stop` is set.
+        """
+        self.steps += 1
+        gradients = [p.grad for p in self.target.parameters() if p.grad is not None]
+        sizes = torch._foreach_norm(gradients) if gradients else []
+        total = torch.stack([loss.detach().to(torch.float64).sum(), *(s.to(loss.device, torch.float64) for s in sizes)])
+        if bool(torch.isfinite(total).all()):
+            self._random = torch.get_rng_state()
+            return True
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            if self.save is not None:
+                self._write(batch)
+            found = diagnose(self.model, batch, loss=self.loss, step=self.steps)
+        finally:
+            torch.set_rng_state(after)
+        if self.diagnosis is None:
+            self.diagnosis = found
+        if self.stop:
+            said = (
+                str(found)
+                if found.found
+                else "the replay of the batch is finite: what failed depends on random numbers or other code."
+            )
+            raise NonFinite(f"training broke in step {self.steps}: {said}", self.steps, found)
+        return False
+
+    def _write(self, batch: Any) -> None:
+        folder = self.save
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {
+                "state": self.target.state_dict(),
+                "batch": batch,
+                "random": self._random,
+                "step": self.steps,
+                "training": self.target.training,
+            },
+            folder / "failure.pt",
+        )
+
+    @staticmethod
+    def replay(model: Any, folder: str | Path, loss: Loss | None = None) -> Diagnosis:
+        """Diagnose what a watch has saved, with a model of the same architecture; it is loaded with the saved weights.
+
+        Tensors alone are read, nothing in the file is executed.
+        """
+        path = Path(folder) / "failure.pt"
+        if not path.is_file():
+            raise InputError(f"{path} does not exist; a Watch with save= writes it where training breaks.")
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        model = copy.deepcopy(model)
+        target = model if isinstance(model, nn.Module) else adapt(model).bijection
+        target.load_state_dict(saved["state"])
+        target.train(saved["training"])
+        with torch.random.fork_rng():
+            torch.set_rng_state(saved["random"])
+            return diagnose(model, saved["batch"], loss=loss, step=saved["step"])
+
+
+@contextmanager
+def watch(
+    model: Any, loss: Loss | None = None, *, save: str | Path | None = None, stop: bool = True
+) -> Iterator[Watch]:
+    """A `Watch` for a training loop.
+
+    Example:
+        >>> import bilip, torch
+        >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"))
+        >>> optimizer = torch.optim.SGD(flow.parameters(), lr=1e6)
+        >>> with bilip.cures.watch(flow, stop=False) as watching:
+        ...     for _ in range(5):
+        ...         x = torch.randn(64, 2)
+        ...         loss = -flow.log_prob(x).mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         if not watching.step(loss, x):
+        ...             break
+        ...         optimizer.step()
+        >>> watching.diagnosis.found
+        True
+    """
+    yield Watch(model, loss, save=save, stop=stop)

@@ -1,0 +1,393 @@
+r"""Fourth rung: scales that cannot come near 0 or infinity, and a short fine-tuning.
+
+The raw scale $s$ of each channel of an affine coupling or autoregressive block is passed through $c + r \tanh((s - c) / r)$ before the
+library's own $g$. The interval $(c - r, c + r)$ is where $|\log g(s) - m| < \rho$, $m$ being the mean of $\log g$ of that channel on data.
+So the mean log-scale of every channel stays, values near it stay almost as they are, and $g$ is held to $(e^{m - \rho}, e^{m + \rho})$
+everywhere, on noise and samples too. With `centre` the mean itself is held to $|m| \le$ `centre`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bilip.blocks import AffineCoupling
+from bilip.bounds import Box
+from bilip.cures.rung import Case, Rung, Skipped
+from bilip.cures.screening import Screen
+from bilip.cures.treated import Treated
+from bilip.cures.tuning import tuned
+from bilip.nets import certify
+
+__all__ = ["Ranged", "Reranging", "Scaling", "scalings"]
+
+LogScale = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Where an affine block has its raw scales.
+
+    Attributes:
+        owner: The module that holds the net.
+        attribute: Name of the net in it.
+        log_scale: log g as a function of the raw scale, monotone.
+        layout: Which outputs of the net are raw scales: `all`, the `first` or `second` half, every `even` or `odd` one, or `pair`
+            for a net that returns (shift, raw scale).
+        dim: Dimension of the outputs.
+    """
+
+    owner: nn.Module
+    attribute: str
+    log_scale: LogScale
+    layout: str
+    dim: int = 1
+
+    @property
+    def net(self) -> nn.Module:
+        """The net."""
+        return getattr(self.owner, self.attribute)
+
+
+def _nflows_sigmoid(s: Tensor) -> Tensor:
+    return (torch.sigmoid(s + 2) + 1e-3).log()
+
+
+def _softplus(s: Tensor) -> Tensor:
+    return (F.softplus(s) + 1e-3).log()
+
+
+def _sigmoid(s: Tensor) -> Tensor:
+    return F.logsigmoid(s + 2)
+
+
+def _identity(s: Tensor) -> Tensor:
+    return s
+
+
+def _clipped(s: Tensor) -> Tensor:
+    return s.clamp(-5.0, 3.0)
+
+
+def _softclip(s: Tensor) -> Tensor:
+    return s / (1 + (s / math.log(1e-3)).abs())
+
+
+def scalings(module: nn.Module) -> Iterator[Scaling]:
+    """The raw scales of all affine blocks in a model, of bilip, FrEIA, nflows, normflows, zuko and Pyro.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> len(list(scalings(real_nvp(2, blocks=3)))), len(list(scalings(real_nvp(2, blocks=3, coupling="additive"))))
+        (3, 0)
+    """
+    for part in module.modules():
+        if isinstance(part, AffineCoupling):
+            joint = part.s is None
+            yield Scaling(
+                part, "t" if joint else "s", part.scale.log, "second" if joint else "all", part.partition.feature_dim
+            )
+            continue
+        kind = type(part).__name__
+        home = next(
+            (k.__module__.split(".")[0] for k in type(part).__mro__ if not k.__module__.startswith("bilip")), ""
+        )
+        find = _FOREIGN.get((home, kind))
+        if find is not None:
+            yield from find(part)
+
+
+def _nflows_coupling(part: Any) -> Iterator[Scaling]:
+    if getattr(part, "scale_activation", None) is None:
+        yield Scaling(part, "transform_net", _nflows_sigmoid, "second")
+
+
+def _nflows_maf(part: Any) -> Iterator[Scaling]:
+    yield Scaling(part, "autoregressive_net", _softplus, "even")
+
+
+def _normflows_maf(part: Any) -> Iterator[Scaling]:
+    yield Scaling(part, "autoregressive_net", _nflows_sigmoid, "even")
+
+
+def _normflows_coupling(part: Any) -> Iterator[Scaling]:
+    if part.scale:
+        yield Scaling(part, "param_map", _identity if part.scale_map == "exp" else _sigmoid, "odd")
+
+
+def _normflows_masked(part: Any) -> Iterator[Scaling]:
+    if isinstance(part.s, nn.Module):
+        yield Scaling(part, "s", _identity, "all")
+
+
+def _clamped(part: Any) -> LogScale:
+    clamp, function = float(part.clamp), part.f_clamp
+    return lambda s: clamp * function(s)
+
+
+def _freia_glow(part: Any) -> Iterator[Scaling]:
+    for name in ("subnet1", "subnet2"):
+        yield Scaling(part, name, _clamped(part), "first")
+
+
+def _freia_rnvp(part: Any) -> Iterator[Scaling]:
+    for name in ("subnet_s1", "subnet_s2"):
+        yield Scaling(part, name, _clamped(part), "all")
+
+
+def _freia_all_in_one(part: Any) -> Iterator[Scaling]:
+    clamp = float(part.clamp)
+    if not part.GIN:
+        yield Scaling(part, "subnet", lambda s: clamp * torch.tanh(0.1 * s), "first")
+
+
+def _zuko(part: Any) -> Iterator[Scaling]:
+    if getattr(part.univariate, "__name__", "") == "MonotonicAffineTransform" and hasattr(part, "hyper"):
+        yield Scaling(part, "hyper", _softclip, "odd", -1)
+
+
+def _pyro(name: str) -> Callable[[Any], Iterator[Scaling]]:
+    def find(part: Any) -> Iterator[Scaling]:
+        if isinstance(getattr(part, name), nn.Module) and not getattr(part, "stable", False):
+            yield Scaling(part, name, _clipped, "pair", -1)
+
+    return find
+
+
+_FOREIGN: dict[tuple[str, str], Callable[[Any], Iterator[Scaling]]] = {
+    **{(home, "AffineCouplingTransform"): _nflows_coupling for home in ("nflows", "glasflow", "enflows", "flowcon")},
+    ("nflows", "MaskedAffineAutoregressiveTransform"): _nflows_maf,
+    ("normflows", "MaskedAffineAutoregressive"): _normflows_maf,
+    ("normflows", "AffineCoupling"): _normflows_coupling,
+    ("normflows", "MaskedAffineFlow"): _normflows_masked,
+    ("FrEIA", "GLOWCouplingBlock"): _freia_glow,
+    ("FrEIA", "RNVPCouplingBlock"): _freia_rnvp,
+    ("FrEIA", "AllInOneBlock"): _freia_all_in_one,
+    ("zuko", "GeneralCouplingTransform"): _zuko,
+    ("zuko", "MaskedAutoregressiveTransform"): _zuko,
+    ("pyro", "AffineCoupling"): _pyro("nn"),
+    ("pyro", "AffineAutoregressive"): _pyro("arn"),
+}
+
+
+class Ranged(nn.Module):
+    r"""A net whose raw scales are held between two numbers each, by $c + r \tanh((s - c) / r)$; its other outputs stay.
+
+    The map is increasing with a slope of at most 1 in every output, so a Lipschitz constant of the net is one of this.
+
+    Args:
+        net: The net.
+        outputs: Number of its outputs along `dim`.
+        layout: Which of them are raw scales; see `Scaling`.
+        dim: Dimension of the outputs.
+
+    Example:
+        >>> held = Ranged(nn.Linear(1, 2), 2, "second")
+        >>> _ = held.radius.fill_(0.5)
+        >>> bool((held(100 * torch.randn(20, 1))[:, 1].abs() <= 0.5).all())
+        True
+    """
+
+    def __init__(self, net: nn.Module, outputs: int, layout: str, dim: int = 1) -> None:
+        super().__init__()
+        self.net, self.layout, self.dim = net, layout, dim
+        like = next((p for p in net.parameters() if p.is_floating_point()), torch.empty(()))
+        self.register_buffer("centre", torch.zeros(outputs, dtype=like.dtype, device=like.device))
+        self.register_buffer("radius", torch.ones(outputs, dtype=like.dtype, device=like.device))
+        self.register_buffer("which", _which(outputs, layout).to(like.device))
+        self.__dict__["learns"] = None  # while a range is chosen from data
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        """The net, its raw scales held."""
+        out = self.net(*given, **more)
+        if self.layout == "pair":
+            return out[0], self._held(out[1])
+        return self._held(out)
+
+    def _held(self, out: Tensor) -> Tensor:
+        if self.learns is not None:
+            self.learns(out)
+        shape = [1] * out.ndim
+        shape[self.dim] = -1
+        centre, half, which = (t.view(shape) for t in (self.centre, self.radius, self.which))
+        return torch.where(which, centre + half * torch.tanh((out - centre) / half), out)
+
+    def log_lipschitz(self, shape: tuple[int, ...] | None = None, outputs: slice | None = None) -> float:
+        """That of the net: no slope is above 1."""
+        return certify.log_lipschitz(self.net, shape, outputs)
+
+    def enclose(self, box: Box, context: Box | None = None) -> Box:
+        """The image of the net's box: the map increases."""
+        inside = certify.ball_and_interval(self.net, box, context)
+
+        def held(end: Tensor) -> Tensor:
+            shape = [1] * (end.ndim + 1)
+            shape[self.dim] = -1
+            centre, half, which = (
+                t.view(shape)[0].double() if t.is_floating_point() else t.view(shape)[0]
+                for t in (self.centre, self.radius, self.which)
+            )
+            return torch.where(which, centre + half * torch.tanh((end - centre) / half), end)
+
+        low, high = held(inside.low), held(inside.high)
+        return Box.outward(low, high, 1e-14 * (low.abs() + high.abs()).nan_to_num(0.0, 0.0, 0.0))
+
+    def __getattr__(self, name: str) -> Any:
+        """What a library asks its net for, such as a permutation or a number of hidden features."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("net", "log_cap", "point", "held_weight", "state_dtype"):
+                raise
+            return getattr(super().__getattr__("net"), name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.net[index]  # type: ignore[index]
+
+
+def _which(outputs: int, layout: str) -> Tensor:
+    place = torch.arange(outputs)
+    return {
+        "all": place >= 0,
+        "pair": place >= 0,
+        "first": place < outputs // 2,
+        "second": place >= outputs // 2,
+        "even": place % 2 == 0,
+        "odd": place % 2 == 1,
+    }[layout]
+
+
+class Reranging(Rung):
+    """Bounded scales for all affine blocks, each channel around its own mean, then a short fine-tuning."""
+
+    name: ClassVar[str] = "re-range"
+    place: ClassVar[int] = 40
+    needs_loss: ClassVar[bool] = True
+
+    def options(self, case: Case) -> Iterator[tuple[dict[str, Any], str]]:
+        widths = _widths(case)
+        count = len(widths)
+        # (0.5, 1) has a half-width of 0.35 in its logarithm.
+        for spread, centre in ((1.0, None), (0.35, None), (0.35, 0.35), (0.15, 0.15)):
+            mean = (
+                "its mean on data"
+                if centre is None
+                else f"its mean, that held to {math.exp(-centre):.2g} to {math.exp(centre):.2g},"
+            )
+            yield (
+                {"spread": spread, "centre": centre, "widths": widths},
+                f"the scales of {count} nets held to {math.exp(-spread):.2g} to {math.exp(spread):.2g} times {mean} and fine-tuned",
+            )
+
+    def apply(self, treated: Treated, settings: dict[str, Any]) -> Treated:
+        for scaling, width in zip(list(scalings(treated.bijection)), settings["widths"], strict=True):
+            net = Ranged(scaling.net, int(width), scaling.layout, scaling.dim)
+            net.training = scaling.net.training
+            setattr(scaling.owner, scaling.attribute, net)
+        return treated
+
+    def finish(self, treated: Treated, settings: dict[str, Any], case: Case) -> dict[str, Any]:
+        calibrate(treated, settings, case)
+        screen = Screen(treated, case)
+        lost = screen()
+        if lost > 0.2:
+            raise Skipped(
+                f"right after it {100 * lost:.2g} % of the failing sources still do not come back, so it was not tuned"
+            )
+        result = tuned(
+            treated,
+            case.tuned,
+            bad=screen,
+            target=case.tuned.metrics.get("loss", -math.inf),
+            left=case.left,
+            tell=case.tell,
+        )
+        return {"loss": result.loss, **result.facts()}
+
+
+def _widths(case: Case) -> list[int]:
+    """Numbers of outputs of the nets, seen in a forward pass of a copy."""
+    subject = case.subject.twin(case.subject.dtype)
+    found = list(scalings(subject.bijection))
+    if not found:
+        raise Skipped("there is no affine block whose scale could be bounded")
+    widths: dict[int, int] = {}
+
+    def see(module: nn.Module, given: Any, out: Any) -> None:
+        scaling = by_net[id(module)]
+        widths[id(module)] = int((out[1] if scaling.layout == "pair" else out).shape[scaling.dim])
+
+    by_net = {id(s.net): s for s in found}
+    hooks = [s.net.register_forward_hook(see) for s in found]
+    try:
+        batch = case.sources[0].first(4, dtype=subject.dtype, device=subject.device)
+        subject.forward(batch.x, batch.context)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = [s for s in found if id(s.net) not in widths]
+    if missing:
+        raise Skipped(f"the net of {type(missing[0].owner).__name__} is not called in a pass")
+    return [widths[id(s.net)] for s in found]
+
+
+@torch.no_grad()
+def calibrate(treated: Treated, settings: dict[str, Any], case: Case, samples: int = 1024) -> None:
+    """Choose the ranges from data, one block after the other: each sees what those before it, already held, give."""
+    spread, centre = float(settings["spread"]), settings["centre"]
+    subject = case.subject
+    source = next((s for s in case.sources if s.role == "data"), case.sources[0])
+    batch = source.first(samples, dtype=subject.dtype, device=subject.device)
+    found = list(scalings(treated.bijection))
+    for scaling in found:
+        net: Any = scaling.net
+        net.__dict__["learns"] = _Range(net, scaling.log_scale, spread, centre)
+    try:
+        treated.bijection(batch.x, batch.context)
+    finally:
+        for scaling in found:
+            scaling.net.__dict__["learns"] = None
+
+
+class _Range:
+    """Sets the range of a net from its outputs on data."""
+
+    def __init__(self, net: Ranged, log_scale: LogScale, spread: float, centre: float | None) -> None:
+        self.net, self.log_scale, self.spread, self.centre = net, log_scale, spread, centre
+
+    def __call__(self, out: Tensor) -> None:
+        rows = out.detach().transpose(self.net.dim, -1).flatten(0, -2).double()  # (samples, outputs)
+        rows = rows[torch.isfinite(rows).all(1)]
+        if not len(rows):
+            return
+        logs = self.log_scale(rows)
+        mean = torch.where(torch.isfinite(logs), logs, torch.zeros_like(logs)).mean(0)
+        if self.centre is not None:
+            mean = mean.clamp(-self.centre, self.centre)
+        low, high = (self._raw(mean + sign * self.spread, float(rows.abs().max())) for sign in (-1.0, 1.0))
+        low, high = torch.minimum(low, high), torch.maximum(low, high)
+        which = self.net.which
+        self.net.centre.copy_(torch.where(which, (low + high) / 2, torch.zeros_like(low)))
+        self.net.radius.copy_(torch.where(which, ((high - low) / 2).clamp_min(1e-3), torch.ones_like(low)))
+
+    def _raw(self, wanted: Tensor, largest: float) -> Tensor:
+        """The raw scale whose log g is `wanted`, by bisection: log g is monotone. Where g ends before that, almost its end."""
+        ends = torch.full_like(wanted, max(60.0, 2 * largest))
+        rises = self.log_scale(ends) >= self.log_scale(-ends)
+        low, high = -ends, ends.clone()
+        least, most = (
+            torch.minimum(self.log_scale(low), self.log_scale(high)),
+            torch.maximum(self.log_scale(low), self.log_scale(high)),
+        )
+        wanted = wanted.clamp(least + 0.01, most - 0.01)
+        for _ in range(80):
+            middle = (low + high) / 2
+            above = (self.log_scale(middle) > wanted) == rises
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        return (low + high) / 2

@@ -1,0 +1,106 @@
+"""What every rung of the ladder has in common, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bilip.auditing.subject import Subject
+from bilip.cures.treated import Treated
+from bilip.data import Source
+from bilip.errors import BilipError
+from bilip.record import AuditRecord
+
+if TYPE_CHECKING:
+    from bilip.cures.tuning import Tuning
+
+__all__ = ["RUNGS", "Case", "Rung", "Skipped"]
+
+RUNGS: dict[str, type[Rung]] = {}
+
+
+class Skipped(BilipError):
+    """A rung, or one way of it, that does not apply; the message says why."""
+
+
+@dataclass
+class Case:
+    """What is known about the model that is to be cured.
+
+    Attributes:
+        subject: The model as it is, for measuring; never changed.
+        sources: Where it is audited.
+        before: The audit as it is.
+        uses: What has to become safe.
+        tuning: Loss, batches and held-out batches; `None` without them.
+        left: Seconds that are left, possibly infinite.
+        tell: Called with a text, for progress.
+        was: TF32 and autocast as the model is run.
+    """
+
+    subject: Subject
+    sources: list[Source]
+    before: AuditRecord
+    uses: tuple[str, ...]
+    tuning: Tuning | None
+    left: Callable[[], float]
+    tell: Callable[[str], None]
+    was: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tuned(self) -> Tuning:
+        """Loss and batches, for a rung that needs them."""
+        if self.tuning is None:
+            raise Skipped("it needs batches and a loss")
+        return self.tuning
+
+    def guilty(self) -> str:
+        """Path of the first block that an audit names as guilty; empty if it names none."""
+        named = [str(m.get("guilty") or "") for m in self.before.measurements if m.probe == "blame" and m.measured]
+        order = [name for name, _ in self.subject.parts]
+        found = sorted((name for name in named if name in order), key=order.index)
+        return found[0] if found else ""
+
+    def failing(self) -> list[Source]:
+        """The sources on which round trips fail; all of them where none does."""
+        bad = {m.source for m in self.before.measurements if m.probe == "reconstruction" and m.get("bad")}
+        return [s for s in self.sources if s.name in bad] or self.sources
+
+
+class Rung(ABC):
+    """One kind of cure.
+
+    A new one is a subclass with a `name` and a `place`: `options` says what there is to try, `apply` changes a copy, in a way that its
+    settings alone describe, and `finish` does what needs data. Stating `name` enters it in the ladder.
+    """
+
+    name: ClassVar[str] = ""
+    place: ClassVar[int] = 0
+    needs_loss: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.name:
+            RUNGS[cls.name] = cls
+
+    @abstractmethod
+    def options(self, case: Case) -> Iterator[tuple[dict[str, Any], str]]:
+        """Settings to try, the mildest first, each with what it does in words.
+
+        Raises:
+            Skipped: The rung does not apply to this model.
+        """
+
+    def apply(self, treated: Treated, settings: dict[str, Any]) -> Treated:
+        """Change a copy as the settings say. Nothing else is looked at, so that a saved cure can be applied again."""
+        return treated
+
+    def finish(self, treated: Treated, settings: dict[str, Any], case: Case) -> dict[str, Any]:
+        """What needs data, such as fine-tuning; returns facts about it for the record.
+
+        Raises:
+            Skipped: It turns out that this does not help.
+        """
+        return {}

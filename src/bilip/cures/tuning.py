@@ -1,0 +1,344 @@
+"""Short fine-tuning: clipped gradients, a look at held-out batches every few steps, and a return to the best state."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from bilip.adapters.foreign import reference
+from bilip.auditing.float32 import float32_products
+from bilip.blocks import Bijection
+from bilip.cures.treated import Treated, evaluating
+from bilip.data import Source
+from bilip.errors import InputError, said_by
+from bilip.regularizers import Penalty
+from bilip.regularizers.penalty import SkippedSamples
+
+__all__ = ["Tuning", "held_out_loss", "tuned"]
+
+Loss = Callable[[Any, Any], Any]
+_HELD = 2048  # rows set aside at most
+
+
+@dataclass
+class Tuning:
+    """What fine-tuning needs.
+
+    Attributes:
+        loss: `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are tuned along.
+        batches: Called for an endless stream of batches.
+        held_out: Batches on which the cost is measured.
+        held_from: Where these come from, in words.
+        steps: Largest number of steps.
+        rate: Learning rate of Adam.
+        clip: Largest norm of a gradient.
+        tf32: Whether the steps, not what is measured, multiply in TF32.
+        metrics: Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
+    """
+
+    loss: Loss
+    batches: Callable[[], Iterator[Any]]
+    held_out: list[Any]
+    held_from: str
+    steps: int = 400
+    rate: float = 3e-4
+    clip: float = 1.0
+    tf32: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        loss: Loss | None,
+        train: Any,
+        held_out: Any,
+        treated: Treated,
+        sources: Sequence[Source],
+        *,
+        batch: int = 256,
+        seed: int = 0,
+        **options: Any,
+    ) -> Tuning | None:
+        """What the user gave as loss and batches; `None` if they gave too little for fine-tuning."""
+        if train is None:
+            if loss is not None:
+                raise InputError("cure(loss=...): a loss needs batches to be tuned on; pass train= as well.")
+            return None
+        own = loss is None
+        if loss is None:
+            if treated.adapted.base is None:
+                return None
+            loss = Likelihood()
+        if not callable(loss):
+            raise InputError(
+                f"cure(loss={type(loss).__name__}): expected a function loss(model, batch) that returns a scalar."
+            )
+        rows = _rows(train)
+        if rows is not None:
+            kept = _rows(held_out) if held_out is not None else None
+            aside = 0 if held_out is not None else min(_HELD, max(1, len(rows[0]) // 10))
+            count = len(rows[0]) - aside
+            if count < 1:
+                raise InputError(f"cure(train=...): {len(rows[0])} rows are too few to train on and to hold some out.")
+            used = tuple(t[:count] for t in rows)
+            if held_out is None:
+                kept, text = tuple(t[count:] for t in rows), f"the last {aside:,} rows of train"
+            else:
+                text = "held_out"
+            held = list(_cut(kept, batch)) if kept is not None else list(itertools.islice(held_out, 16))
+            single = isinstance(train, Tensor)
+
+            def batches() -> Iterator[Any]:
+                generator = torch.Generator().manual_seed(seed)
+                while True:
+                    pick = torch.randint(count, (min(batch, count),), generator=generator)
+                    chosen = tuple(t[pick.to(t.device)] for t in used)
+                    yield chosen[0] if single else chosen
+
+            return cls(loss, batches, [b[0] if single else b for b in held], text, **options)
+        if not isinstance(train, (DataLoader, Dataset, Iterable)):
+            raise InputError(
+                f"cure(train={type(train).__name__}): expected a tensor, a tuple of tensors, a DataLoader, a Dataset or a list of batches."
+            )
+        loader: Any = DataLoader(train, batch, shuffle=True) if isinstance(train, Dataset) else train
+        if iter(loader) is loader:
+            loader = list(itertools.islice(loader, 1024))
+        if held_out is not None:
+            kept = _rows(held_out)
+            held, text = list(itertools.islice(_cut(kept, batch) if kept else held_out, 16)), "held_out"
+        elif own:
+            first = next((s for s in sources if s.role == "data"), sources[0])
+            held, text = (
+                [b.x if b.context is None else (b.x, b.context) for b in first.batches(batch, limit=_HELD)],
+                f"source {first.name}",
+            )
+        else:
+            held, text = list(itertools.islice(loader, 4)), "the first four batches of train itself"
+
+        def stream() -> Iterator[Any]:
+            while True:
+                yield from loader
+
+        return cls(loss, stream, held, text, **options)
+
+
+class Likelihood:
+    """The mean negative log-likelihood in nats, for any flow."""
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        x, context = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (_one(batch), None)
+        if hasattr(model, "adapted"):  # a treated model knows its base
+            z, log_det = model.adapted.bijection.forward_and_log_det(x, context)
+            return -(model.adapted.base.log_prob(z, context) + log_det).mean()
+        return -(model.log_prob(x) if context is None else model.log_prob(x, context)).mean()
+
+
+def _one(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def _rows(value: Any) -> tuple[Tensor, ...] | None:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple) and value and all(isinstance(t, Tensor) and len(t) == len(value[0]) for t in value):
+        return value
+    return None
+
+
+def _cut(rows: tuple[Tensor, ...], batch: int) -> Iterator[tuple[Tensor, ...]]:
+    for start in range(0, len(rows[0]), batch):
+        yield tuple(t[start : start + batch] for t in rows)
+
+
+def _moved(batch: Any, like: Tensor) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device=like.device, dtype=like.dtype if batch.is_floating_point() else None)
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_moved(part, like) for part in batch)
+    return batch
+
+
+def _value(found: Any) -> tuple[Tensor, dict[str, float]]:
+    """The scalar, and further numbers."""
+    if isinstance(found, dict):
+        more = {k: float(v) for k, v in found.items() if k != "loss"}
+        found = found.get("loss")
+    else:
+        more = {}
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise InputError(f"cure(loss=...): it returned {type(found).__name__}, expected a scalar tensor.")
+    return found.reshape(()), more
+
+
+def _called(loss: Loss, treated: Treated, batch: Any) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a batch. One that is written for the library's own object, and not for a wrapper, gets that."""
+    given = _moved(batch, reference(treated.bijection))
+    if isinstance(loss, Likelihood):
+        return _value(loss(treated, given))
+    if treated.model is treated.native:
+        return _value(loss(treated.model, given))
+    try:
+        return _value(loss(treated.model, given))
+    except Exception:
+        return _value(loss(treated.native, given))
+
+
+@torch.no_grad()
+def held_out_loss(treated: Treated, tuning: Tuning, loss: Loss | None = None) -> dict[str, float]:
+    """The mean loss on the held-out batches, and the means of what else the loss returns; infinite where it is not finite.
+
+    Raises:
+        InputError: The loss does not work on this model and its batches.
+    """
+    sums: dict[str, float] = {}
+    module = treated.native if isinstance(treated.native, nn.Module) else treated.bijection
+    total = 0
+    with evaluating(module):
+        for batch in tuning.held_out:
+            size = len(_one(batch)) if hasattr(_one(batch), "__len__") else 1
+            try:
+                value, more = _called(loss or tuning.loss, treated, batch)
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(f"cure(loss=...): it raised {said_by(error)} on a held-out batch.") from error
+            for name, number in ({"loss": float(value)} | more).items():
+                sums[name] = sums.get(name, 0.0) + size * (number if math.isfinite(number) else math.inf)
+            total += size
+    return {name: value / total for name, value in sums.items()}
+
+
+@dataclass
+class Tuned:
+    """What fine-tuning did."""
+
+    steps: int
+    seconds: float
+    held_out: dict[str, float]
+    history: list[dict[str, float]]
+    loss: Loss
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "steps": self.steps,
+            "tuning_seconds": round(self.seconds, 2),
+            "held_out_history": self.history,
+        }
+
+
+def tuned(
+    treated: Treated,
+    tuning: Tuning,
+    *,
+    penalties: Sequence[Penalty] = (),
+    extra: Callable[[Bijection, int], Tensor] | None = None,
+    bad: Callable[[], float] | None = None,
+    target: float = -math.inf,
+    left: Callable[[], float] = lambda: math.inf,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Tuned:
+    """Fine-tune a copy, and leave it in its best state.
+
+    Args:
+        treated: The copy.
+        tuning: Loss, batches and held-out batches.
+        penalties: Added to the loss, on the input of each batch.
+        extra: A further term, a function of the bijection and the step.
+        bad: Measures the share of samples that are bad; a state is better if that is smaller, then if its held-out loss is.
+        target: Stop early at a held-out loss of at most this, if nothing is bad.
+        left: Seconds that are left.
+        tell: Progress.
+    """
+    started = monotonic()
+    module = treated.native if isinstance(treated.native, nn.Module) else treated.bijection
+    loss = copy.deepcopy(tuning.loss) if isinstance(tuning.loss, nn.Module) else tuning.loss
+    more = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+    weights = [p for p in (*module.parameters(), *treated.bijection.parameters(), *more) if p.is_floating_point()]
+    weights = list({id(p): p for p in weights}.values())
+    for p in weights:
+        p.requires_grad_(True)
+    optimizer = torch.optim.Adam(weights, lr=tuning.rate)
+    check = max(1, tuning.steps // 10)
+
+    def state() -> list[Tensor]:
+        buffers = [*module.buffers(), *(loss.buffers() if isinstance(loss, nn.Module) else ())]
+        return [t.detach().clone() for t in (*weights, *buffers)]
+
+    def restore(values: list[Tensor]) -> None:
+        buffers = [*module.buffers(), *(loss.buffers() if isinstance(loss, nn.Module) else ())]
+        with torch.no_grad():
+            for t, value in zip((*weights, *buffers), values, strict=True):
+                t.copy_(value)
+
+    def look(step: int) -> tuple[tuple[float, float], dict[str, float]]:
+        found = held_out_loss(treated, tuning, loss)
+        share = 0.0 if bad is None else bad()
+        history.append({"step": step, **found, "bad": share})
+        return (round(share, 4), found["loss"]), found
+
+    history: list[dict[str, float]] = []
+    best, kept = look(0)
+    saved, at, row, done = state(), 0, 0, 0
+    stream = tuning.batches()
+    if best[0] <= 0 and best[1] <= target:
+        return Tuned(0, monotonic() - started, kept, history, loss)
+    _train_mode(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedSamples)
+        for step in range(1, tuning.steps + 1):
+            if left() <= 0:
+                break
+            batch = next(stream)
+            rate = min(1.0, step / 20) * (
+                1.0 if step < 0.7 * tuning.steps else (tuning.steps - step + 1) / (0.3 * tuning.steps)
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = tuning.rate * rate
+            with float32_products("tf32") if tuning.tf32 else contextlib.nullcontext():
+                value, _ = _called(loss, treated, batch)
+                x = _moved(_one(batch), reference(treated.bijection))
+                for penalty in penalties:
+                    value = value + penalty(treated.bijection, x, step=step)
+                if extra is not None:
+                    value = value + extra(treated.bijection, step)
+                optimizer.zero_grad()
+                fine = bool(torch.isfinite(value))
+                if fine:
+                    value.backward()
+            if fine:
+                fine = bool(torch.isfinite(nn.utils.clip_grad_norm_(weights, tuning.clip)))
+            row = 0 if fine else row + 1
+            if fine:
+                optimizer.step()
+            done = step
+            if row == 10:
+                break
+            if step % check == 0:
+                score, found = look(step)
+                tell(f"step {step} of {tuning.steps}, held-out loss {found['loss']:.4g}")
+                if score < best:
+                    best, kept, saved, at = score, found, state(), step
+                if best[0] <= 0 and best[1] <= target:
+                    break
+                _train_mode(module)
+    restore(saved)
+    module.eval()
+    optimizer.zero_grad()
+    return Tuned(done, monotonic() - started, kept, [*history, {"kept": at}], loss)
+
+
+def _train_mode(module: nn.Module) -> None:
+    """Training mode, without what would start anew from data."""
+    module.train()

@@ -1,0 +1,285 @@
+"""A cure tries from the cheapest, audits each way, and hands over only what holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from exploded import FLOWS, bilip_flow, freia_flow, zuko_maf
+from torch import nn
+
+import bilip
+from bilip.auditing.budget import BUDGETS
+from bilip.cures import RUNGS
+from bilip.cures.rung import Rung
+from bilip.errors import InputError
+
+BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
+
+
+def cure(model, data, **options):
+    return bilip.cure(model, data, **({"budget": BUDGET} | options))
+
+
+def points(count: int = 256, seed: int = 5) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in bilip.as_bijection(model).state_dict().items()}
+
+
+def made(name: str, log_scale: float = -4.0):
+    pytest.importorskip(name)
+    torch.manual_seed(0)
+    return FLOWS[name](log_scale)
+
+
+@pytest.mark.parametrize("name", list(FLOWS))
+def test_more_bits_cure_a_flow_of_every_library_without_touching_it(name, tmp_path):
+    model = made(name)
+    before = state(model)
+    result = cure(model, points(), uses=["inversion"], rungs=["settings", "arithmetic"], all_rungs=True)
+    assert all(torch.equal(value, before[key]) for key, value in state(model).items() if key in before)
+    assert result.before.verdicts["inversion"].status == "unsafe"
+    assert result.status == "cured", str(result)
+    assert result.after is not None
+    assert result.after.verdicts["inversion"].status == "safe"
+    whole = result.tried[-1]
+    assert whole.what == "the whole model in float64"
+    assert whole.outcome == "cured"
+    # an independent check: other samples, straight through the map that is handed over
+    x = points(seed=6)
+    cured = bilip.as_bijection(result.model)
+    with torch.no_grad():
+        z = cured(x)
+        error = (cured.inverse(z).double() - x.double()).norm(dim=1) / x.double().norm(dim=1)
+    assert z.dtype == torch.float64
+    assert float((error > 3.5e-4).double().mean()) < 0.04
+    # it comes back from its folder, into a model with other weights
+    result.save(tmp_path)
+    again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), tmp_path))
+    with torch.no_grad():
+        assert torch.equal(again(x), z)
+    assert json.loads((tmp_path / "cure.json").read_text())["status"] == "cured"
+
+
+@pytest.mark.parametrize("name", ["nflows", "zuko", "normflows", "pyro"])
+def test_a_flow_in_float64_still_samples_and_scores(name):
+    result = cure(made(name), points(), uses=["inversion"], rungs=["arithmetic"])
+    assert result.model.sample(5).shape == (5, 4)
+    assert torch.isfinite(result.model.log_prob(points(5))).all()
+
+
+def test_a_model_that_is_safe_is_handed_back_as_a_copy():
+    model = bilip_flow(-0.1)
+    result = cure(model, points())
+    assert result.status == "not needed"
+    assert result.tried == ()
+    assert result.model is not model
+
+
+def test_what_needs_a_loss_is_skipped_and_named_without_one():
+    result = cure(bilip_flow(-12.0), points(), uses=["inversion"])
+    assert result.status == "not cured"
+    assert result.model is None
+    assert {a.rung: a.reason for a in result.tried if a.outcome == "skipped"}["re-range"].startswith(
+        "it needs batches and a loss"
+    )
+
+
+def test_nothing_unsafe_is_handed_over_and_time_over_gives_the_best_so_far():
+    model = bilip_flow(-12.0)
+    result = cure(model, points(), uses=["inversion", "sampling"], rungs=["arithmetic"])
+    assert result.status == "not cured"
+    assert result.model is None
+
+    class Slow(Rung):
+        name = "slow"
+        place = 5
+
+        def options(self, case):
+            yield {}, "nothing"
+
+        def finish(self, treated, settings, case):
+            import time
+
+            while case.left() > 0:
+                time.sleep(0.01)
+            return {}
+
+    try:
+        late = cure(model, points(), uses=["inversion", "sampling"], rungs=["slow", "arithmetic"], time=2.0)
+    finally:
+        RUNGS.pop("slow")
+    assert late.status in ("best so far", "not cured")
+    assert late.status == "best so far" or late.model is None
+
+
+def test_a_cure_that_ruins_a_safe_use_is_not_handed_over():
+    class Ruins(Rung):
+        name = "ruins"
+        place = 1
+
+        def options(self, case):
+            yield {}, "a latent that forgets its scale"
+
+        def apply(self, treated, settings):
+            from bilip.blocks import Bijection
+            from bilip.cures.treated import wrapped
+
+            class Lying(Bijection):
+                def forward(self, x, context=None):
+                    return x
+
+                def inverse(self, z, context=None):
+                    return z
+
+                def forward_and_log_det(self, x, context=None):
+                    return x, x.new_full((len(x),), 7.0)
+
+            return wrapped(treated, Lying())
+
+    model = made("bilip")
+    try:
+        result = cure(model, points(), uses=["inversion"], rungs=["ruins"])
+    finally:
+        RUNGS.pop("ruins")
+    assert result.status == "not cured"
+    assert result.tried[0].outcome == "not safe"
+
+
+class TestBadInput:
+    def test_a_model_that_cannot_be_copied(self):
+        class Stubborn(nn.Module):
+            def forward(self, x):
+                return x
+
+            def inverse(self, z):
+                return z
+
+            def __deepcopy__(self, memo):
+                raise TypeError("one of a kind")
+
+        with pytest.raises(InputError, match="cannot be copied"):
+            cure(Stubborn(), points())
+
+    def test_data_of_the_wrong_shape(self):
+        with pytest.raises(InputError, match="takes no batch of shape"):
+            cure(bilip_flow(), torch.randn(256, 5))
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"budget": "standard"}, "samples; .* good ones are needed"),
+            ({"uses": ["flying"]}, "expected some of inversion"),
+            ({"rungs": ["prayer"]}, "unknown rung"),
+            ({"time": -1}, "expected a positive number"),
+            ({"steps": 0}, "expected a whole number"),
+            ({"uses": ["ood-inversion"]}, "there is no out-of-distribution source"),
+            ({"loss": lambda model, batch: batch.sum()}, "needs batches"),
+            ({"train": 3}, "expected a tensor"),
+            ({"train": points(50), "loss": lambda model, batch: batch}, "expected a scalar"),
+            ({"train": points(50), "loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
+        ],
+    )
+    def test_one_line_for_the_rest(self, given, said):
+        with pytest.raises(InputError, match=said) as caught:
+            cure(bilip_flow(), points(300), **given)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bilip", "nflows", "normflows", "zuko", "FrEIA", "pyro"])
+def test_bounded_scales_cure_a_flow_of_every_library(name, tmp_path):
+    model = made(name)
+
+    def fit(model, batch):  # any loss: here the latents are drawn to the data
+        return (bilip.as_bijection(model)(batch) - batch).square().mean()
+
+    before = state(model)
+    result = cure(
+        model,
+        points(),
+        uses=["inversion"],
+        loss=fit,
+        train=points(2000, 7),
+        steps=30,
+        most_cost=1e9,
+        rungs=["re-range"],
+    )
+    assert all(torch.equal(value, before[key]) for key, value in state(model).items() if key in before)
+    assert result.status == "cured", str(result)
+    x = points(seed=6)
+    cured = bilip.as_bijection(result.model)
+    with torch.no_grad():
+        z = cured(x)
+        error = (cured.inverse(z) - x).norm(dim=1) / x.norm(dim=1)
+    assert z.dtype == torch.float32
+    assert float((error > 3.5e-4).double().mean()) < 0.04
+    result.save(tmp_path)
+    again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), tmp_path))
+    with torch.no_grad():
+        assert torch.equal(again(x), z)
+
+
+def test_an_autoregressive_flow_is_re_ranged_too():
+    pytest.importorskip("zuko")
+    torch.manual_seed(0)
+    model = zuko_maf(-6.0)
+    result = cure(
+        model, points(), uses=["inversion"], train=points(2000, 7), steps=30, most_cost=1e9, rungs=["re-range"]
+    )
+    assert result.status == "cured", str(result)
+
+
+def test_a_loss_with_parameters_is_copied_and_tuned_along():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, model, batch):
+            x, y = batch
+            logits = self.layer(bilip.as_bijection(model)(x))
+            return {"loss": nn.functional.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    torch.manual_seed(0)
+    head, x = Head(), points(1500, 7)
+    before = head.layer.weight.clone()
+    result = cure(
+        bilip_flow(-12.0),
+        points(),
+        uses=["inversion"],
+        loss=head,
+        train=(x, (x[:, 0] > 0).long()),
+        steps=20,
+        most_cost=1e9,
+        rungs=["re-range"],
+    )
+    assert result.cured, str(result)
+    assert torch.equal(head.layer.weight, before)
+    assert isinstance(result.loss, Head)
+    assert result.loss is not head
+    assert 0 <= result.cost["accuracy"] <= 1
+
+
+def test_a_loss_for_the_librarys_own_object_is_given_that():
+    def nll(model, batch):
+        z, log_det = model(batch)  # FrEIA's own call
+        return (z.square().sum(1) / 2 - log_det).mean()
+
+    pytest.importorskip("FrEIA")
+    torch.manual_seed(0)
+    result = cure(
+        freia_flow(),
+        points(),
+        uses=["inversion"],
+        loss=nll,
+        train=points(600, 7),
+        rungs=["arithmetic"],
+        all_rungs=True,
+    )
+    assert result.tried[-1].outcome == "cured", str(result)
+    assert abs(result.tried[-1].cost["rise"]) < 1e-2 * abs(result.held_out["loss"])

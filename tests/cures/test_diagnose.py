@@ -1,0 +1,352 @@
+"""`bilip.diagnose` names the block and the operation where numbers stop being finite."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import bilip
+from bilip.cures import NonFinite, Watch, watch
+
+
+def net(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def last(module):
+    return [layer for layer in module.modules() if type(layer).__name__.endswith("Linear")][-1]
+
+
+@torch.no_grad()
+def bias(layer, value, rows=slice(None)):
+    layer.bias[rows] = value
+
+
+def nflows_flow(parts):
+    from nflows import distributions, flows, transforms
+
+    return flows.Flow(transforms.CompositeTransform(parts), distributions.StandardNormal([4]))
+
+
+def nflows_affine(blocks=4):
+    from nflows import transforms
+    from nflows.nn.nets import ResidualNet
+
+    mask = [[(k + j) % 2 for j in range(4)] for k in range(blocks)]
+    return [transforms.AffineCouplingTransform(m, lambda i, o: ResidualNet(i, o, 8, num_blocks=1)) for m in mask]
+
+
+def freia_flow(blocks=4, kind="GLOWCouplingBlock", **options):
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    inn = framework.SequenceINN(4)
+    for _ in range(blocks):
+        inn.append(getattr(modules, kind), subnet_constructor=net, **options)
+    return inn
+
+
+def normflows_flow(blocks=4, scale_map="exp"):
+    import normflows as nf
+
+    parts = [nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 8, 4]), scale_map=scale_map) for _ in range(blocks)]
+    return nf.NormalizingFlow(nf.distributions.DiagGaussian(4, trainable=False), parts)
+
+
+def zuko_flow(kind="RealNVP", **options):
+    import zuko
+
+    return getattr(zuko.flows, kind)(4, transforms=4, hidden_features=(8,), **options)
+
+
+# Each gives a model, what is asked (a batch, or latents), and the block and operation that it planted.
+
+
+def huge_weights(model, module):
+    """As after a step of a far too large learning rate: finite weights whose products overflow."""
+    with torch.no_grad():
+        last(module).weight.fill_(3e38)
+    return model
+
+
+def nflows_rate(k):
+    parts = nflows_affine()
+    return huge_weights(nflows_flow(parts), parts[k]), str(k), ("linear",)
+
+
+def freia_rate(k):
+    model = freia_flow()
+    return huge_weights(model, model.module_list[k].subnet1), str(k), ("linear",)
+
+
+def normflows_rate(k):
+    model = normflows_flow()
+    return huge_weights(model, model.flows[3 - k]), str(k), ("linear",)
+
+
+def zuko_rate(k, kind="RealNVP"):
+    model = zuko_flow(kind)
+    part = [t for t in model.transform.transforms if hasattr(t, "hyper")][k]
+    names = [name for name, p in bilip.as_bijection(model).parts() if p.module is part]
+    return huge_weights(model, part), names[0], ("linear",)
+
+
+def normflows_exp(k):
+    model = normflows_flow()
+    bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))  # towards the latent it is exp(-s)
+    return model, str(k), ("exp",)
+
+
+def normflows_masked_exp(k):
+    import normflows as nf
+
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    parts = [nf.flows.MaskedAffineFlow(mask, nf.nets.MLP([4, 8, 4]), nf.nets.MLP([4, 8, 4])) for _ in range(3)]
+    bias(last(parts[2 - k].s), -200.0)
+    return nf.NormalizingFlow(nf.distributions.DiagGaussian(4, trainable=False), parts), str(k), ("exp",)
+
+
+def freia_exp(k, kind):
+    model = freia_flow(kind=kind, clamp=200.0)
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.mul_(0.01)
+                layer.bias.mul_(0.01)
+    bias(last(getattr(model.module_list[k], "subnet1" if kind == "GLOWCouplingBlock" else "subnet_s1")), 50.0)
+    return model, str(k), ("exp",)
+
+
+def zuko_exp(k):
+    from zuko.transforms import MonotonicAffineTransform
+
+    model = zuko_flow(univariate=partial(MonotonicAffineTransform, slope=1e-60))
+    part = [t for t in model.transform.transforms if hasattr(t, "hyper")][k]
+    bias(last(part.hyper), 1e6, slice(1, None, 2))
+    names = [name for name, p in bilip.as_bijection(model).parts() if p.module is part]
+    return model, names[0], ("exp",)
+
+
+def normflows_log(k):
+    model = normflows_flow(scale_map="sigmoid")
+    bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))
+    return model, str(k), ("log",)
+
+
+def normflows_division(k):
+    model = normflows_flow(scale_map="sigmoid")
+    bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))
+    return model, str(k), ("div",)
+
+
+def nflows_division(k):
+    from nflows import transforms
+
+    parts = nflows_affine(2)
+    parts.insert(k, transforms.PointwiseAffineTransform(shift=0.0, scale=1e-42))
+    return nflows_flow(parts), str(k), ("div",)
+
+
+def nflows_domain(k):
+    from nflows import transforms
+    from nflows.nn.nets import ResidualNet
+
+    parts = nflows_affine(3)
+    parts[k] = transforms.PiecewiseRationalQuadraticCouplingTransform(
+        [0, 1, 0, 1], lambda i, o: ResidualNet(i, o, 8, num_blocks=1)
+    )
+    return nflows_flow(parts), str(k), ("InputOutsideDomain",)
+
+
+def nflows_actnorm(k):
+    from nflows import transforms
+
+    parts = nflows_affine(2)
+    parts.insert(k, transforms.ActNorm(4))
+    return nflows_flow(parts).train(), str(k), ("log", "div", "reciprocal")
+
+
+def freia_actnorm(k):
+    import FrEIA.framework as framework
+    import FrEIA.modules as modules
+
+    inn = framework.SequenceINN(4)
+    for j in range(3):
+        if j == k:
+            inn.append(modules.ActNorm)
+        else:
+            inn.append(modules.PermuteRandom, seed=j)
+    return inn.train(), str(k), ("log", "div", "reciprocal", "__rdiv__")
+
+
+PLANTED = {
+    **{f"nflows: a rate too high, block {k}": ("nflows", partial(nflows_rate, k), "batch") for k in (0, 3)},
+    **{f"FrEIA: a rate too high, block {k}": ("FrEIA", partial(freia_rate, k), "batch") for k in (1, 2)},
+    **{f"normflows: a rate too high, block {k}": ("normflows", partial(normflows_rate, k), "batch") for k in (0, 2)},
+    "zuko: a rate too high, coupling 2": ("zuko", partial(zuko_rate, 2), "batch"),
+    "zuko: a rate too high, autoregressive 1": ("zuko", partial(zuko_rate, 1, "MAF"), "batch"),
+    **{f"normflows: exp, block {k}": ("normflows", partial(normflows_exp, k), "batch") for k in (1, 3)},
+    "normflows: exp of a masked block": ("normflows", partial(normflows_masked_exp, 1), "batch"),
+    "FrEIA: exp of GLOW": ("FrEIA", partial(freia_exp, 2, "GLOWCouplingBlock"), "batch"),
+    "FrEIA: exp of RNVP": ("FrEIA", partial(freia_exp, 1, "RNVPCouplingBlock"), "batch"),
+    "zuko: exp": ("zuko", partial(zuko_exp, 1), "batch"),
+    **{f"normflows: log of 0, block {k}": ("normflows", partial(normflows_log, k), "batch") for k in (0, 2)},
+    "normflows: division by 0 in a sample": ("normflows", partial(normflows_division, 1), "latents"),
+    "nflows: division by what underflows, in a sample": ("nflows", partial(nflows_division, 1), "latents"),
+    "nflows: a spline outside of its domain": ("nflows", partial(nflows_domain, 1), "batch"),
+    "nflows: ActNorm of a constant feature": ("nflows", partial(nflows_actnorm, 1), "constant"),
+    "FrEIA: ActNorm of a constant feature": ("FrEIA", partial(freia_actnorm, 1), "constant"),
+}
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_the_planted_block_and_operation_are_named(name):
+    library, make, asked = PLANTED[name]
+    pytest.importorskip(library)
+    torch.manual_seed(0)
+    model, block, operations = make()
+    x = torch.randn(16, 4) * 0.7
+    if asked == "constant":
+        x = torch.cat([torch.zeros(16, 1), x[:, 1:]], 1)
+    found = bilip.diagnose(model, latents=x) if asked == "latents" else bilip.diagnose(model, x)
+    assert found.found
+    assert found.block == block, str(found)
+    assert any(found.operation.startswith(operation) for operation in operations), str(found)
+    assert found.remedy
+    assert "\n" not in str(found)
+
+
+def test_infinities_that_are_masked_out_are_no_finding():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.w
+
+        def inverse(self, z):
+            return z / self.w
+
+    def loss(model, x):
+        worst = (1 / (x - x)).detach()  # infinite, and never used
+        return model(x).square().mean() + 0 * torch.where(torch.isfinite(worst), worst, torch.zeros_like(worst)).sum()
+
+    assert not bilip.diagnose(Masked(), torch.randn(4, 2), loss=loss).found
+
+
+def test_a_gradient_that_breaks_although_the_loss_is_finite():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return x + self.w.square().sum().sqrt()
+
+        def inverse(self, z):
+            return z - self.w.square().sum().sqrt()
+
+    model = Root()
+    found = bilip.diagnose(model, torch.randn(5, 2), loss=lambda model, x: model(x).square().mean())
+    assert (found.where, found.operation) == ("backward", "sqrt")
+    assert found.in_float64
+    assert "derivative" in found.remedy
+
+
+def test_the_sample_and_the_values_around_it():
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"))
+    with torch.no_grad():
+        for block in flow.bijection:
+            block.t.layers[-1].weight.mul_(0)
+        weight = flow.bijection[0].t.layers[-1]
+        weight.bias[1] = 95.0
+    x = torch.zeros(6, 2)
+    found = bilip.diagnose(flow, x)
+    assert (found.block, found.operation, found.sample) == ("0", "exp", 0)
+    assert found.inputs[0]["there"] == pytest.approx(95.0)
+    assert found.value == math.inf
+    assert found.in_float64 is False
+
+
+def test_nothing_of_the_model_is_changed_and_a_finite_one_is_called_that():
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2)).train()
+    before = {k: v.clone() for k, v in flow.state_dict().items()}
+    assert not bilip.diagnose(flow, torch.randn(8, 2)).found
+    assert all(torch.equal(v, before[k]) for k, v in flow.state_dict().items())
+    assert flow.training
+    assert all(p.grad is None for p in flow.parameters())
+
+
+def test_broken_weights_and_a_broken_batch():
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2))
+    assert bilip.diagnose(flow, torch.tensor([[0.0, 1.0], [math.nan, 0.0]])).sample == 1
+    with torch.no_grad():
+        flow.bijection[1].t.layers[0].weight[0, 0] = math.nan
+    found = bilip.diagnose(flow, torch.zeros(2, 2))
+    assert (found.where, found.block) == ("parameters", "1")
+
+
+def test_a_watched_training_stops_with_the_step_and_can_be_replayed(tmp_path):
+    torch.manual_seed(0)
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"))
+    optimizer = torch.optim.SGD(flow.parameters(), lr=1e5)
+
+    def nll(flow, x):
+        return -flow.log_prob(x).mean()
+
+    with pytest.raises(NonFinite) as caught, watch(flow, nll, save=tmp_path) as watching:
+        for step in range(20):
+            x = torch.randn(32, 2, generator=torch.Generator().manual_seed(step))
+            loss = nll(flow, x)
+            optimizer.zero_grad()
+            loss.backward()
+            watching.step(loss, x)
+            optimizer.step()
+    assert caught.value.step == watching.steps >= 2
+    again = Watch.replay(bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp")), tmp_path, nll)
+    assert (again.block, again.operation, again.sample) == tuple(
+        getattr(caught.value.diagnosis, n) for n in ("block", "operation", "sample")
+    )
+
+
+def test_the_lightning_callback_stops_and_says_where():
+    pl = pytest.importorskip("lightning.pytorch")
+    from bilip.cures import DiagnoseCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"))
+
+        def training_step(self, batch, index):
+            return -self.flow.log_prob(batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e5)
+
+    torch.manual_seed(0)
+    rows = torch.utils.data.TensorDataset(torch.randn(256, 2))
+    trainer = pl.Trainer(
+        max_steps=20,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[DiagnoseCallback(lambda module: module.flow)],
+    )
+    with pytest.raises(NonFinite) as caught:
+        trainer.fit(Module(), torch.utils.data.DataLoader(rows, 32))
+    assert caught.value.diagnosis.block in ("0", "1")
+
+
+def test_bad_input_is_one_line():
+    with pytest.raises(bilip.errors.InputError, match="a batch, or latents="):
+        bilip.diagnose(bilip.models.real_nvp(2))
+    with pytest.raises(bilip.errors.InputError, match="does not exist"):
+        Watch.replay(bilip.models.real_nvp(2), "nowhere")
