@@ -174,7 +174,8 @@ def _scales(
     apart_by = tl.where(both, after - value, 0.0)
     spread = _mean(_logs(apart_by), _count(apart_by), 0.0)
     scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
-    if tl.min(scale, axis=0) <= 0:  # some are zero throughout, which is rare: these logarithms are half of the work
+    # Some are zero throughout: rare, and these logarithms are half of the work.
+    if tl.min(scale, axis=0) <= 0:  # type: ignore[operator]
         some = tl.arange(0, PLACES)[None, :]
         other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
         other = other.to(out.dtype.element_ty)
