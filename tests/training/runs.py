@@ -57,7 +57,9 @@ def run(folder, steps: int = 100, devices: int = 1, kind: str = "all") -> int:
     torch.set_num_threads(1)
     try:
         more = {"ema": 0.9, "clip": 10.0} if kind == "all" else {}
-        return train(make_task(kind), make_settings(steps=steps, devices=devices, **more), folder, progress=silent).steps
+        return train(
+            make_task(kind), make_settings(steps=steps, devices=devices, **more), folder, progress=silent
+        ).steps
     finally:
         torch.set_num_threads(before)
 
