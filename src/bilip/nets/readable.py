@@ -119,11 +119,7 @@ def tampered(thing: object) -> str | None:
     if isinstance(thing, nn.Module):
         if thing._forward_hooks or thing._forward_pre_hooks:
             return "has hooks that may change what it computes"
-        if any(
-            getattr(hook, "__module__", None) not in _WATCHERS
-            for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-            for hook in hooks.values()
-        ):
+        if _hooked_everywhere():
             return "is called under global hooks that may change what it computes"
         compiled = thing._compiled_call_impl
         if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != thing._call_impl:
@@ -156,8 +152,13 @@ def is_watched(module: nn.Module) -> bool:
         (False, True, True)
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(hooks or everywhere) or not _methods(type(module)).isdisjoint(vars(module))
+    return bool(hooks) or _hooked_everywhere() or not _methods(type(module)).isdisjoint(vars(module))
+
+
+def _hooked_everywhere() -> bool:
+    """Whether there are global hooks that may change what modules compute."""
+    kinds = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    return any(getattr(hook, "__module__", None) not in _WATCHERS for hooks in kinds for hook in hooks.values())
 
 
 def is_itself(module: nn.Module, known: dict[type, bool] | None = None) -> bool:
@@ -170,9 +171,7 @@ def is_itself(module: nn.Module, known: dict[type, bool] | None = None) -> bool:
 
     Example:
         >>> from bilip.blocks import Chain
-        >>> class Doubled(Chain):
-        ...     def forward(self, x, context=None):
-        ...         return 2 * super().forward(x, context)
+        >>> Doubled = type("Doubled", (Chain,), {"forward": lambda self, x, context=None: 2 * x, "__module__": "mine"})
         >>> is_itself(Chain()), is_itself(Doubled())
         (True, False)
     """
