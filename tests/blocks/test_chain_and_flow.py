@@ -6,8 +6,10 @@ from torch.distributions import Independent, Normal, Uniform
 
 from bilip import Box, Chain, Flow, Invert, blocks, models
 from bilip.blocks import Squeeze
+from bilip.blocks.on_kept import OnKept
 from bilip.errors import BilipError, InputError, NoGlobalBound
 from bilip.nets import MLP, Declared
+from bilip.reversible import Reversible
 
 
 def test_slices_share_blocks_and_know_their_shape():
@@ -30,6 +32,16 @@ def test_parts_multiply():
     assert both.log_forward == pytest.approx(whole.log_forward)
     assert both.log_inverse == pytest.approx(whole.log_inverse)
     assert len(whole.blocks) == 4
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Chain, Invert, lambda block: blocks.FactorOut(block, (4,), keep=2), lambda block: OnKept(block, (2,)), Reversible],
+    ids=["Chain", "Invert", "FactorOut", "OnKept", "Reversible"],
+)
+def test_wrappers_know_whether_an_inverse_is_iterated(wrap):
+    assert not wrap(blocks.Residual(MLP(2, 2, lipschitz=0.5))).closed_form
+    assert wrap(blocks.Permutation.reverse(2)).closed_form
 
 
 def test_double_inversion():

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.module_tracker import ModuleTracker
 
 from bilip import Chain, Invert, blocks, models
 from bilip.nets import MLP
@@ -119,6 +121,13 @@ def test_parts_one_after_the_other_are_the_map():
             y = part(y)
         assert torch.allclose(y, model(x), atol=1e-6), name
     assert len(MODELS["constructor"]().parts()) == 3, "nothing has changed: it is taken apart"
+    with ModuleTracker():  # which only watches
+        assert len(MODELS["constructor"]().parts()) == 3
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert len(MODELS["constructor"]().parts()) == 1
+    finally:
+        hook.remove()
 
 
 def test_factor_outs_with_hooks_inside():

@@ -384,20 +384,21 @@ def test_updates_that_cannot_be_held_back_wait(captured, device, tmp_path, chang
     assert captured[0].pending is None
 
 
-@pytest.mark.parametrize("stop", [2, 17])
-def test_resumed(captured, device, tmp_path, stop):
+def test_resumed(captured, device, tmp_path):
     def make():
         return make_task(Reversible(make_trunk(actnorm=True)), (FiniteDifference(0.1, every=3),))
 
     train(make(), make_settings(device), tmp_path / "whole", progress=silent)
-    train(make(), make_settings(device, steps=stop), tmp_path / "parts", progress=silent)
-    task = make()
-    train(task, make_settings(device), tmp_path / "parts", progress=silent)
-    whole, parts = (read_log(tmp_path / name, "train") for name in ("whole", "parts"))
-    assert parts["step"] == whole["step"]
-    # In the steps before a graph directions come from another generator: the same in distribution alone.
-    assert parts["nll"] == pytest.approx(whole["nll"], rel=0.02)
-    assert task.penalties[0].seen == -(-STEPS // 3) * BATCH
+    whole = read_log(tmp_path / "whole", "train")
+    for stop in (2, 17):
+        folder, task = tmp_path / f"stopped after {stop}", make()
+        train(make(), make_settings(device, steps=stop), folder, progress=silent)
+        train(task, make_settings(device), folder, progress=silent)
+        parts = read_log(folder, "train")
+        assert parts["step"] == whole["step"]
+        # In the steps before a graph directions come from another generator: the same in distribution alone.
+        assert parts["nll"] == pytest.approx(whole["nll"], rel=0.02)
+        assert task.penalties[0].seen == -(-STEPS // 3) * BATCH
 
 
 def residual_trunk(estimator, recompute=False):

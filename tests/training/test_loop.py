@@ -161,18 +161,18 @@ def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):
 
 
 def test_stopped_in_the_middle_of_a_logged_interval_it_goes_on_exactly(tmp_path):
-    train(make_task(), make_settings(), tmp_path / "whole", progress=silent)
+    train(make_task(), make_settings(steps=70), tmp_path / "whole", progress=silent)
 
     def stop(done, steps, latest):
         if done == 33:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(make_task(), make_settings(), tmp_path / "stopped", progress=stop)
+        train(make_task(), make_settings(steps=70), tmp_path / "stopped", progress=stop)
     assert (
         read_state(tmp_path / "stopped" / "last.safetensors")[1]["step"] == 33
     )  # saved at Ctrl-C, not only every 7 steps
-    train(make_task(), make_settings(), tmp_path / "stopped", progress=silent)
+    train(make_task(), make_settings(steps=70), tmp_path / "stopped", progress=silent)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 

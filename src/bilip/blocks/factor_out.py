@@ -50,7 +50,7 @@ class FactorOut(Bijection):
         self.inner = inner
         self.kept_shape = (self.keep, *self.image_shape[1:])
         self.inner_latent = inner.out_shape(self.kept_shape)
-        self.volume_preserving = inner.volume_preserving
+        self.volume_preserving, self.closed_form = inner.volume_preserving, inner.closed_form
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.check(x)

@@ -22,6 +22,7 @@ __all__ = [
     "as_born",
     "changed",
     "is_itself",
+    "is_untouched",
     "is_watched",
     "odd_tensor",
     "parametrized",
@@ -118,11 +119,7 @@ def tampered(thing: object) -> str | None:
     if isinstance(thing, nn.Module):
         if thing._forward_hooks or thing._forward_pre_hooks:
             return "has hooks that may change what it computes"
-        if any(
-            getattr(hook, "__module__", None) not in _WATCHERS
-            for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-            for hook in hooks.values()
-        ):
+        if _hooked_everywhere():
             return "is called under global hooks that may change what it computes"
         compiled = thing._compiled_call_impl
         if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != thing._call_impl:
@@ -134,6 +131,11 @@ def tampered(thing: object) -> str | None:
     for name in getattr(thing, "__dict__", ()):
         if name in methods:
             return f"has its method {name} replaced"
+    return _replaced(kind)
+
+
+def _replaced(kind: type) -> str | None:
+    """A method of a class, or of an ancestor, that is another one than when it was made."""
     for ancestor in kind.__mro__:
         for name, value in _BORN.get(ancestor, {}).items():
             if vars(ancestor).get(name) is not value:
@@ -150,25 +152,45 @@ def is_watched(module: nn.Module) -> bool:
         (False, True, True)
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(hooks or everywhere) or not _methods(type(module)).isdisjoint(vars(module))
+    return bool(hooks) or _hooked_everywhere() or not _methods(type(module)).isdisjoint(vars(module))
 
 
-def is_itself(module: nn.Module) -> bool:
+def _hooked_everywhere() -> bool:
+    """Whether there are global hooks that may change what modules compute."""
+    kinds = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    return any(getattr(hook, "__module__", None) not in _WATCHERS for hooks in kinds for hook in hooks.values())
+
+
+def is_itself(module: nn.Module, known: dict[type, bool] | None = None) -> bool:
     """Whether a module of bilip may be taken apart, or computed in another way: no hooks, no methods replaced, and no subclass by
     somebody else that overrides one.
 
+    Args:
+        module: The module.
+        known: What was found about classes so far, where many modules are looked at.
+
     Example:
         >>> from bilip.blocks import Chain
-        >>> class Doubled(Chain):
-        ...     def forward(self, x, context=None):
-        ...         return 2 * super().forward(x, context)
+        >>> Doubled = type("Doubled", (Chain,), {"forward": lambda self, x, context=None: 2 * x, "__module__": "mine"})
         >>> is_itself(Chain()), is_itself(Doubled())
         (True, False)
     """
-    order = type(module).__mro__
-    own = next((k for k, kind in enumerate(order) if kind.__module__.split(".")[0] == "bilip"), len(order))
-    return not is_watched(module) and tampered(module) is None and changed(type(module), own) is None
+    kind, known = type(module), {} if known is None else known
+    if is_watched(module):
+        return False
+    if kind not in known:
+        order = kind.__mro__
+        own = next((k for k, part in enumerate(order) if part.__module__.split(".")[0] == "bilip"), len(order))
+        known[kind] = _replaced(kind) is None and changed(kind, own) is None
+    return known[kind]
+
+
+def is_untouched(thing: object, known: dict[type, bool]) -> bool:
+    """Whether no method of an object or of its class was replaced; `known` as in `is_itself`, of its own."""
+    kind = type(thing)
+    if kind not in known:
+        known[kind] = _replaced(kind) is None
+    return known[kind] and _methods(kind).isdisjoint(getattr(thing, "__dict__", ()))
 
 
 def odd_tensor(value: Tensor) -> str | None:
@@ -201,7 +223,7 @@ def parametrized(module: nn.Module) -> str | None:
     for parts in module.parametrizations.values():  # type: ignore[union-attr, operator]
         for part in (parts, *parts) if isinstance(parts, parametrize.ParametrizationList) else (parts,):
             why = tampered(part)
-            if why is None and part.training and isinstance(part, parametrizations._SpectralNorm):
+            if why is None and isinstance(part, parametrizations._SpectralNorm) and part.training:
                 why = "moves on whenever the weight is read in training mode: call .eval()"
             own = type(part).__module__.split(".")[0] == "bilip"
             if why is None and part is not parts and not own and type(part) not in _UNDERSTOOD:

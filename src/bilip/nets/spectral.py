@@ -230,7 +230,7 @@ def restore_certificate(layer: Held, tensors: Mapping[str, Tensor]) -> None:
     """Give a layer the certificate that was saved as `Certificate.tensors`; one that does not fit, or is not true, is left out."""
     stride = _stride(layer)
     parts = (tensors[name].to(layer.weight.device).clone() for name in ("weight", "bound", "slope"))
-    known = Certificate(*parts, stride)
+    known = Certificate(*parts, stride=stride)
     layer._certificate = None
     kind = torch.promote_types(layer.weight.dtype, torch.float32)
     fits = known.is_about(layer) and known.bound.shape == () and known.bound.dtype == torch.float64
