@@ -1,6 +1,7 @@
 """Defects that hide: in some samples, in some rows of a file, in one feature, behind rounding."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -217,3 +218,25 @@ def test_a_conditional_model_of_ones_own_becomes_a_flow():
         assert found["inversion"] == found["sampling"] == ("unsafe" if wrong else "safe")
     with pytest.raises(bilip.errors.InputError, match="pass the shape of its latents"):
         bilip.Flow(bilip.as_bijection(Conditional(0), shape=(4,)))
+
+
+def test_the_news_comes_first_and_a_wrong_inverse_of_a_whole_is_named():
+    """Every part comes back and the whole does not: on the data, which is what the first lines speak of."""
+    console = pytest.importorskip("rich.console")
+
+    class Scaled(Twist):
+        def inverse(self, z):
+            return 1.01 * super().inverse(z)
+
+    torch.manual_seed(0)
+    model = flow(Scaled(4), 4)
+    record = bilip.audit(model, {"test": torch.randn(700, 4)}, ood=["uniform"], budget="quick", name="scaled")
+    paper = console.Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    bilip.report.print_terminal(record, paper)
+    lines = paper.export_text().splitlines()
+    assert lines[2].startswith("Unsafe for inversion on data and sampling; safe for ")
+    assert "uniform" not in "".join(lines[:10])
+    assert "a bug" in record.verdicts["inversion"].remedy
+    assert "grows over many" not in record.verdicts["sampling"].remedy
+    likelihood = next(line for line in lines if line.strip().startswith("likelihood"))
+    assert "at most 0.93%" in likelihood
