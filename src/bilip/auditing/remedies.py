@@ -44,7 +44,8 @@ def remedy(use: str, check: Check, measurements: Sequence[Measurement]) -> str:
     if m.probe == "log_det":
         return _log_det(m, measurements)
     steps = [*_failure(m), *_precision(m)]
-    steps += _block(use, m, blame)
+    if float(m.get("share_failed") or 0) < 0.5 * check.value:  # else what the model said is the reason
+        steps += _block(use, m, blame)
     return " ".join(steps)
 
 
@@ -60,10 +61,9 @@ def _blame(measurements: Sequence[Measurement], source: str) -> Measurement | No
 def _log_det(m: Measurement, measurements: Sequence[Measurement]) -> str:
     liars = (b.get("guilty_log_det") for b in measurements if b.probe == "blame" and b.measured)
     block = next((b for b in liars if b), "")
-    sign = any("wrong sign" in note for note in m.notes)
-    text = (
-        f"The claimed log-determinant is {float(m['claimed']):.6g}, that of the Jacobian {float(m['measured']):.6g}. "
-    )
+    claimed, measured = float(m["claimed"]), float(m["measured"])
+    sign = abs(claimed + measured) < 1e-3 * abs(measured)
+    text = f"The claimed log-determinant is {claimed:.6g}, that of the Jacobian {measured:.6g}. "
     off, points = int(m.get("slogdet_off") or 0), int(m.get("slogdet_samples") or 0)
     if 0 < off < points:
         text += (
