@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import bilip
+from bilip.auditing.budget import BUDGETS
 from bilip.auditing.probes import LogDet
+from bilip.auditing.probes.probe import Task
 from bilip.blocks import Bijection
 
 DECISIVE = ["consistency", "reconstruction", "likelihood", "log_det", "sampling"]
@@ -240,3 +242,12 @@ def test_the_news_comes_first_and_a_wrong_inverse_of_a_whole_is_named():
     assert "grows over many" not in record.verdicts["sampling"].remedy
     likelihood = next(line for line in lines if line.strip().startswith("likelihood"))
     assert "at most 0.93%" in likelihood
+
+
+def test_an_estimate_that_decides_nothing_says_what_would():
+    torch.manual_seed(0)
+    record = bilip.audit(flow(Twist(1200), 1200), torch.randn(700, 1200), budget="quick", probes=DECISIVE)
+    verdict = record.verdicts["likelihood"]
+    assert verdict.status.value == "not-measured"
+    assert "a larger budget may" in verdict.reason
+    assert LogDet.cost(BUDGETS["standard"], Task(shape=(1200,)))["exact"] >= 1200
