@@ -124,7 +124,7 @@ def _block(use: str, m: Measurement, blame: Measurement | None) -> list[str]:
     if blame is None or not blame.get("guilty"):
         nobody = "Run the probe blame to find the block."
         if blame is not None:
-            nobody = "No block stands out: the error grows over many." if blame.get("wrong") else ""
+            nobody = "No block stands out: the error grows over many." if blame.get("wrong") != 0 else ""
         return steps or [nobody] * bool(nobody)
     kind, why = str(blame["guilty_kind"]), str(blame["why"])
     steps.append(f"Look at block {blame['guilty']} ({kind}): {why}.")
