@@ -251,3 +251,19 @@ def test_an_estimate_that_decides_nothing_says_what_would():
     assert verdict.status.value == "not-measured"
     assert "a larger budget may" in verdict.reason
     assert LogDet.cost(BUDGETS["standard"], Task(shape=(1200,)))["exact"] >= 1200
+
+
+@pytest.mark.parametrize("odd", [lambda n: n > 100, lambda n: n == 1], ids=["large batches", "single samples"])
+def test_an_answer_that_depends_on_the_size_of_the_batch_is_found(odd):
+    class Company(Twist):
+        def forward(self, x):
+            z, log_det = super().forward(x)
+            return z + 0.1 * odd(len(x)), log_det
+
+        def inverse(self, z):
+            return super().inverse(z - 0.1 * odd(len(z)))
+
+    torch.manual_seed(0)
+    found, record = statuses(Company(4), torch.randn(800, 4), 4)
+    assert record.find("consistency")[0]["batch_dependent"]
+    assert set(found.values()) - {"not-measured"} == {"unsafe"}
