@@ -1,6 +1,7 @@
 """Defects that hide: in some samples, in some rows of a file, in one feature, behind rounding."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import bilip
+from bilip.auditing.budget import BUDGETS
 from bilip.auditing.probes import LogDet
+from bilip.auditing.probes.probe import Task
 from bilip.blocks import Bijection
 
 DECISIVE = ["consistency", "reconstruction", "likelihood", "log_det", "sampling"]
@@ -217,3 +220,50 @@ def test_a_conditional_model_of_ones_own_becomes_a_flow():
         assert found["inversion"] == found["sampling"] == ("unsafe" if wrong else "safe")
     with pytest.raises(bilip.errors.InputError, match="pass the shape of its latents"):
         bilip.Flow(bilip.as_bijection(Conditional(0), shape=(4,)))
+
+
+def test_the_news_comes_first_and_a_wrong_inverse_of_a_whole_is_named():
+    """Every part comes back and the whole does not: on the data, which is what the first lines speak of."""
+    console = pytest.importorskip("rich.console")
+
+    class Scaled(Twist):
+        def inverse(self, z):
+            return 1.01 * super().inverse(z)
+
+    torch.manual_seed(0)
+    model = flow(Scaled(4), 4)
+    record = bilip.audit(model, {"test": torch.randn(700, 4)}, ood=["uniform"], budget="quick", name="scaled")
+    paper = console.Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    bilip.report.print_terminal(record, paper)
+    lines = paper.export_text().splitlines()
+    assert lines[2].startswith("Unsafe for inversion on data and sampling; safe for ")
+    assert not any("does not come back;" in line for line in lines[:10])  # other sources come after the data
+    assert "a bug" in record.verdicts["inversion"].remedy
+    assert "grows over many" not in record.verdicts["sampling"].remedy
+    likelihood = next(line for line in lines if line.strip().startswith("likelihood"))
+    assert "at most 0.93%" in likelihood
+
+
+def test_an_estimate_that_decides_nothing_says_what_would():
+    torch.manual_seed(0)
+    record = bilip.audit(flow(Twist(1200), 1200), torch.randn(700, 1200), budget="quick", probes=DECISIVE)
+    verdict = record.verdicts["likelihood"]
+    assert verdict.status.value == "not-measured"
+    assert "a larger budget may" in verdict.reason
+    assert LogDet.cost(BUDGETS["standard"], Task(shape=(1200,)))["exact"] >= 1200
+
+
+@pytest.mark.parametrize("odd", [lambda n: n > 100, lambda n: n == 1], ids=["large batches", "single samples"])
+def test_an_answer_that_depends_on_the_size_of_the_batch_is_found(odd):
+    class Company(Twist):
+        def forward(self, x):
+            z, log_det = super().forward(x)
+            return z + 0.1 * odd(len(x)), log_det
+
+        def inverse(self, z):
+            return super().inverse(z - 0.1 * odd(len(z)))
+
+    torch.manual_seed(0)
+    found, record = statuses(Company(4), torch.randn(800, 4), 4)
+    assert record.find("consistency")[0]["batch_dependent"]
+    assert set(found.values()) - {"not-measured"} == {"unsafe"}

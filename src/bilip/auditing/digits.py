@@ -297,7 +297,7 @@ def _unary(mp: Any) -> dict[str, Callable[..., Any]]:
             for name in ["expm1", "log1p", "sqrt", "sign", "sin", "cos", "sinh", "cosh", "asinh", "atan", "erf"]
         },
     }
-    table = {
+    table: dict[str, Callable[..., Any]] = {
         name: lambda a, *more, function=function, **kwargs: _each(lambda v: function(v, *more, **kwargs))(a)
         for name, function in plain.items()
     }
@@ -333,6 +333,11 @@ def _logsumexp(m: _Shadows, a: np.ndarray, dim: Any, keepdim: bool = False) -> A
     top = _top(a, dim)
     total = top + m.unary["log"](np.sum(m.unary["exp"](a - top), axis=dim, keepdims=True))
     return total if keepdim else np.squeeze(total, axis=dim)
+
+
+def _glu(m: _Shadows, a: np.ndarray, dim: int = -1) -> Any:
+    first, second = np.split(a, 2, axis=dim)
+    return first * m.unary["sigmoid"](second)
 
 
 def _power(m: _Shadows, a: Any, b: Any) -> Any:
@@ -377,7 +382,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "_softmax": _softmax,
     "_log_softmax": lambda m, a, dim, *_: a - _logsumexp(m, a, dim, True),
     "logsumexp": _logsumexp,
-    "glu": lambda m, a, dim=-1: (lambda v, w: v * m.unary["sigmoid"](w))(*np.split(a, 2, axis=dim)),
+    "glu": _glu,
     "mm": lambda m, a, b: m.product(a, b),
     "bmm": lambda m, a, b: m.product(a, b),
     "mv": lambda m, a, b: m.product(a, b),

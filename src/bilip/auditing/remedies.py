@@ -44,31 +44,40 @@ def remedy(use: str, check: Check, measurements: Sequence[Measurement]) -> str:
     if m.probe == "log_det":
         return _log_det(m, measurements)
     steps = [*_failure(m), *_precision(m)]
-    steps += _block(use, m, blame)
+    if float(m.get("share_failed") or 0) < 0.5 * check.value:  # else what the model said is the reason
+        steps += _block(use, m, blame)
     return " ".join(steps)
 
 
 def _blame(measurements: Sequence[Measurement], source: str) -> Measurement | None:
+    """What was found at the failing samples of a source; where those come back themselves, a bug that shows on another source."""
     found = [m for m in measurements if m.probe == "blame" and m.measured]
-    return next((m for m in found if m.source == source), None) or next(
-        (m for m in found if m.get("broken_weight")), None
-    )
+    here = [m for m in found if m.source == source]
+    anywhere = [m for m in found if m.get("broken_weight") or m.get("cause") == "bug"]
+    known = [m for m in here if m.get("guilty") or m.get("wrong") or m.get("broken_weight")]
+    return next(iter((*known, *anywhere, *here)), None)
 
 
 def _log_det(m: Measurement, measurements: Sequence[Measurement]) -> str:
     liars = (b.get("guilty_log_det") for b in measurements if b.probe == "blame" and b.measured)
     block = next((b for b in liars if b), "")
-    sign = any("wrong sign" in note for note in m.notes)
-    text = (
-        f"The claimed log-determinant is {float(m['claimed']):.6g}, that of the Jacobian {float(m['measured']):.6g}. "
-    )
+    claimed, measured = float(m["claimed"]), float(m["measured"])
+    sign = abs(claimed + measured) < 1e-3 * abs(measured)
+    text = f"The claimed log-determinant is {claimed:.6g}, that of the Jacobian {measured:.6g}. "
     off, points = int(m.get("slogdet_off") or 0), int(m.get("slogdet_samples") or 0)
     if 0 < off < points:
-        text += f"So it is at {off:,} of the {points:,} points that were compared, not everywhere. "
+        text += (
+            f"So it is at {off:,} of the {points:,} points that were compared, not everywhere: look at branches, as "
+        )
+        text += "the tails of a spline, masks and clamps. "
     if block:
         text += f"Block {block} claims one that is not that of its own Jacobian. "
     return text + (
-        "Its sign is wrong." if sign else "Check the sign, the sum over dimensions and layers left out of the sum."
+        "Its sign is wrong."
+        if sign
+        else ""
+        if 0 < off < points
+        else "Check the sign, the sum over dimensions and layers left out of the sum."
     )
 
 
@@ -113,12 +122,10 @@ def _block(use: str, m: Measurement, blame: Measurement | None) -> list[str]:
             "Untried: a lower temperature, or linear tails."
         )
     if blame is None or not blame.get("guilty"):
-        nobody = (
-            "No block stands out: the error grows over many."
-            if blame is not None
-            else "Run the probe blame to find the block."
-        )
-        return steps or [nobody]
+        nobody = "Run the probe blame to find the block."
+        if blame is not None:
+            nobody = "No block stands out: the error grows over many." if blame.get("wrong") != 0 else ""
+        return steps or [nobody] * bool(nobody)
     kind, why = str(blame["guilty_kind"]), str(blame["why"])
     steps.append(f"Look at block {blame['guilty']} ({kind}): {why}.")
     lower = kind.lower()

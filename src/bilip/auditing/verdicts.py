@@ -140,7 +140,9 @@ class Check:
             allowed = "at least" if self.quantity.better == "higher" else "at most"
             if self.quantity.unit == "share":
                 return f"{_capital(label)}{where}: {_percent(self.value)} ({allowed} {_percent(self.limit)} allowed)."
-            return f"{_capital(label)}{where}: {self.value:.3g}{spread} ({allowed} {self.limit:.3g} allowed)."
+            open_ = self.status == Status.NOT_MEASURED
+            decides = ": it is not known well enough to decide; a larger budget may" if open_ else ""
+            return f"{_capital(label)}{where}: {self.value:.3g}{spread} ({allowed} {self.limit:.3g} allowed){decides}."
         counted = f"{_capital(label)}{where}: {self.bad:,} of {self.count:,}"
         unknown, tried = (int(self.measurement.get(name) or 0) for name in ("unknown", "digits_tried"))
         if tried:

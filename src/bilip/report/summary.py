@@ -89,7 +89,12 @@ def ordered_verdicts(record: AuditRecord) -> tuple[Verdict, ...]:
 
 
 def headline(verdicts: tuple[Verdict, ...], *, lost: bool = False) -> str:
-    """One sentence over all verdicts; `lost` where samples of some source do not come back although no use is unsafe."""
+    """One sentence over all verdicts, the bad news first; `lost` where samples do not come back although no use is unsafe.
+
+    Example:
+        >>> headline((Verdict("sampling", Status.UNSAFE, ""), Verdict("likelihood", Status.SAFE, "")))
+        'Unsafe for sampling; safe for likelihood on data.'
+    """
     count = {status: sum(v.status == status for v in verdicts) for status in Status}
     if not verdicts:
         return "No use was judged."
@@ -101,10 +106,16 @@ def headline(verdicts: tuple[Verdict, ...], *, lost: bool = False) -> str:
             if len(verdicts) > 1
             else "Safe for the one use that was judged."
         )
-    parts = [f"{count[Status.UNSAFE]} unsafe"] if count[Status.UNSAFE] else []
-    parts += [f"{count[Status.SAFE]} safe"] if count[Status.SAFE] else []
-    parts += [f"{count[Status.NOT_MEASURED]} not measured"] if count[Status.NOT_MEASURED] else []
-    return f"Of {plural(len(verdicts), 'use')}: {', '.join(parts)}."
+    said = {Status.UNSAFE: "unsafe for ", Status.NOT_MEASURED: "not measured: ", Status.SAFE: "safe for "}
+    parts = []
+    for status, words in said.items():
+        titles = [USE_TITLES.get(v.use, clean(v.use, 60)) for v in verdicts if v.status == status]
+        names = [title[:1].lower() + title[1:] for title in titles]
+        if status == Status.SAFE and parts and len(names) > 1:
+            names = [f"the other {plural(len(names), 'use')}"]
+        if names:
+            parts.append(words + " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))))
+    return sentence("; ".join(parts))
 
 
 def news(record: AuditRecord) -> tuple[str, ...]:
@@ -198,6 +209,8 @@ def deciding(verdict: Verdict) -> str:
     value, limit = verdict_numbers(verdict)
     if not value:
         return clean(verdict.reason)
+    if verdict.interval is not None and verdict.status == Status.SAFE:  # what was excluded
+        value += f", at most {written(verdict.measure, verdict.interval[1])}"
     text = f"{clean(verdict.measure.label)} {value}" + (f" (limit {limit})" if limit else "")
     return text + (f" on {clean(verdict.source, 60)}" if verdict.source else "")
 

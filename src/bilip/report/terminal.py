@@ -93,13 +93,17 @@ def print_terminal(record: AuditRecord, console: Console | None = None) -> None:
     teller.say(clean(summary.name, 160), "bold")
     if summary.facts:
         teller.say(" · ".join(summary.facts), "dim")
-    teller.say(summary.headline)
-    for line in lost_lines(record):
+    teller.say(summary.headline, "bold" if any(v.status == Status.UNSAFE for v in summary.verdicts) else "")
+    lost, inversion = lost_lines(record), record.verdicts.get("inversion")
+    told = inversion is not None and inversion.status == Status.UNSAFE  # then the data are the news, not other sources
+    for line in () if told else lost:
         teller.say(line, "bold red")
     if summary.verdicts:
         rows = [[clean(v.use, 24), teller.mark(v.status), deciding(v)] for v in summary.verdicts]
         teller.table(["use", "verdict", "what decided it"], rows, left=3, fold=(2,))
     _print_sources(teller, summary)
+    for line in lost if told else ():
+        teller.item(line)
     for title, lines in (("Guilty", summary.blame), ("Failed", summary.failures), ("What to do", summary.advice_lines)):
         if lines:
             teller.say(title, "bold")

@@ -96,7 +96,7 @@ class Blame(Probe):
         stored = [batch.x]
         for _, part in parts:
             stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
-        states = self._local_states(subject, batch.x, context, notes)
+        states = self._local_states(subject, batch.x, context, sizes, notes)
         local, carried, absolute, born = [], [], [], []
         back = stored[-1]
         for k in reversed(range(len(parts))):
@@ -185,7 +185,9 @@ class Blame(Probe):
                 )
         return rows
 
-    def _local_states(self, subject: Subject, x: Tensor, context: Tensor | None, notes: list[str]) -> list[_LocalState]:
+    def _local_states(
+        self, subject: Subject, x: Tensor, context: Tensor | None, sizes: Typical, notes: list[str]
+    ) -> list[_LocalState]:
         found = [_LocalState() for _ in subject.parts]
         if not self.spectra:
             return found
@@ -206,7 +208,7 @@ class Blame(Probe):
                     break
                 found[k] = _LocalState() if part.rearranges else _look(linear)
                 back = run_guarded(part.inverse, linear.z.clone(), given).value
-                found[k].local_float64 = _largest(distances(linear.x, back).relative)
+                found[k].local_float64 = _largest(distances(linear.x, back, None if k else sizes).relative)
             except NotMeasured as why:
                 notes.append(str(why))
             except Exception as error:  # a foreign block may raise anything
@@ -298,7 +300,7 @@ def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[st
         elif guilty is not None:
             why, cause = "it is the first whose output is not finite", "rounding"
     if guilty is not None and why != "" and cause != "" and guilty["block"] in {row["inside"] for row in inside}:
-        guilty, why = _inner(guilty, why, inside)
+        guilty, why = _inner(guilty, why, cause, inside)
     if guilty is None and liar is not None and not (rows[0]["carried_max"] > limit or broken):
         guilty, why = liar, f"its log-determinant is off by {liar['log_det_error']:.2g}"
     return {
@@ -311,8 +313,8 @@ def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[st
     }
 
 
-def _inner(guilty: dict, why: str, inside: list[dict]) -> tuple[dict | None, str]:
-    """The part of a guilty composite that stands out, if one does; else the composite itself is not named."""
+def _inner(guilty: dict, why: str, cause: str, inside: list[dict]) -> tuple[dict | None, str]:
+    """The part of a guilty composite that stands out, if one does; else the composite itself, if that is no matter of rounding."""
     parts = [row for row in inside if row["inside"] == guilty["block"]]
     own = [row for row in parts if row["local_median"] > 1e-4]
     if own:
@@ -324,6 +326,8 @@ def _inner(guilty: dict, why: str, inside: list[dict]) -> tuple[dict | None, str
         return worst, f"inside {guilty['kind']}, {grown}"
     if lost:
         return lost[0], f"inside {guilty['kind']}, it is the first whose output is not finite on the way back"
+    if cause == "bug":
+        return guilty, f"{why}, although the parts inside come back"
     return (guilty, why) if len(parts) < 2 else (None, "")
 
 

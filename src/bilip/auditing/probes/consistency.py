@@ -23,7 +23,7 @@ _USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 
 
 class Consistency(Probe):
-    """Calls that should agree: twice on one batch, on half of a batch, and on latents in another order.
+    """Calls that should agree: twice on one batch, on half of a batch, one sample and many, and on latents in another order.
 
     A stochastic forward pass, BatchNorm that still computes batch statistics, and an inverse that answers from a cache make
     every other number meaningless. The comparisons run in a float64 copy where there is one, so that rounding does not look
@@ -31,6 +31,7 @@ class Consistency(Probe):
 
     Args:
         samples: Number of samples.
+        company: Size of the largest batch, in which they are repeated.
         tolerance: Relative difference above which two answers differ; by default the square root of the model's epsilon.
         wrong: Relative error of the inverse without its cache that is not forgiven; by default the same in float32.
 
@@ -72,19 +73,21 @@ class Consistency(Probe):
         Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
         Quantity("samples", "samples", "count"),
         Quantity("repeat_difference", "difference between two calls", "relative", "lower"),
-        Quantity("batch_difference", "difference between a batch and its half", "relative", "lower"),
+        Quantity("batch_difference", "difference between batches of other sizes", "relative", "lower"),
         Quantity("straight_error", "error of latents given back at once", "relative", "lower"),
         Quantity("around_error", "error of latents given back later", "relative", "lower"),
         Quantity("tolerance", "difference that counts", "relative"),
         Quantity("log_det_spread", "difference between two log-determinants, per dimension", "nats/dim", "lower"),
     )
 
-    def __init__(self, samples: int = 64, *, tolerance: float | None = None, wrong: float | None = None) -> None:
-        self.samples, self.tolerance, self.wrong = samples, tolerance, wrong
+    def __init__(
+        self, samples: int = 64, *, company: int = 256, tolerance: float | None = None, wrong: float | None = None
+    ) -> None:
+        self.samples, self.company, self.tolerance, self.wrong = samples, company, tolerance, wrong
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": 16 if task.large else 64, "wrong": task.relative}
+        return {"samples": 16 if task.large else 64, "company": 32 if task.large else 256, "wrong": task.relative}
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
@@ -104,11 +107,14 @@ class Consistency(Probe):
                 else "compared in the model's dtype"
             )
         x, context = _first(source, self.samples, twin)
-        half = max(1, len(x) // 2)
+        half, times = max(1, len(x) // 2), max(2, self.company // len(x))
         z = twin.forward(x, context).value
         repeat = _apart(z, twin.forward(x, context).value)
-        part = twin.forward(x[:half], None if context is None else context[:half]).value
-        batch = _apart(z[:half], part)
+        batch = 0.0
+        for count in (1, half):
+            batch = max(batch, _apart(z[:count], twin.forward(x[:count], _rows(context, count)).value))
+        many = twin.forward(torch.cat([x] * times), None if context is None else torch.cat([context] * times)).value
+        batch = max(batch, _apart(z, many[: len(x)]))
         straight, around = self._inverses(twin, x, context)
         spread = self._log_det_spread(twin, x, context)
         values = {
@@ -149,6 +155,10 @@ class Consistency(Probe):
         twin.forward(x.roll(1, 0), None if context is None else context.roll(1, 0))
         around = twin.inverse(z.flip(0), flipped).value.flip(0)
         return _apart(x, straight), _apart(x, around)
+
+
+def _rows(context: Tensor | None, count: int) -> Tensor | None:
+    return None if context is None else context[:count]
 
 
 def _first(source: Source, count: int, subject: Subject) -> tuple[Tensor, Tensor | None]:

@@ -31,6 +31,7 @@ _DRAWS = 4
 _CLAIMS = 64
 _FEW = 32  # samples that tell whether a log-determinant is drawn
 _EXACT = 1024
+_LARGE = 4096  # the same for lists of features, where the budget is not the smallest: some 20 s a point on one core
 _DENSE = 64  # dimensions up to which Jacobians of many points are taken at once
 _OFF = 1e-3  # nats per dimension from which a point counts as off
 _ROUNDED = (
@@ -126,7 +127,7 @@ class LogDet(Probe):
             "limit": 256 if budget.samples is not None else None,
             "batch": budget.batch,
             "samples": budget.log_dets if size <= 256 else max(1, budget.log_dets // 2),
-            "exact": max(_EXACT, budget.exact),
+            "exact": max(_LARGE if len(task.shape) == 1 and budget.log_dets > 2 else _EXACT, budget.exact),
             "steps": budget.steps,
             "many": min(128, 2048 // size) * budget.log_dets,
         }
