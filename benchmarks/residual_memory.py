@@ -150,6 +150,7 @@ def main() -> None:
     for name, (model, chain) in ways.items():
         exact = gradient(chain, chain, x)
         wait()
+        before = 0
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
