@@ -79,11 +79,7 @@ class CelebaSamples(Recipe):
             if not good:
                 continue
             samples = [m.numbers["samples"] for m in good]
-            ours = [
-                f"{percent(s['share_lost'])} in the end ({percent(s['share_pixels'])} of the pixels; NaN after the sigmoid in "
-                f"{percent(s['share_nan'])}), {percent(s['worst_share'])} at worst, after {s['worst_step']:,} steps"
-                for s in samples
-            ]
+            ours = list(map(_lost, samples))
             what = f"{name}: samples that are not finite, of {samples[0]['count']}"
             holds = all(s["worst_share"] > 0 for s in samples) if part in said else None
             lines.append(Line(what, said.get(part, ""), "; ".join(ours), holds, key=True))
@@ -110,6 +106,15 @@ class CelebaSamples(Recipe):
                     {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
                 )
         return drawn
+
+
+def _lost(samples: Mapping[str, Any]) -> str:
+    """How many samples were lost, in the end and at the worst look."""
+    if not samples["worst_share"]:
+        return "none, at no look"
+    end = f"{percent(samples['share_pixels'])} of the pixels; NaN after the sigmoid in {percent(samples['share_nan'])}"
+    worst = f"{percent(samples['worst_share'])} at worst, after {samples['worst_step']:,} steps"
+    return f"{percent(samples['share_lost'])} in the end ({end}), {worst}"
 
 
 RECIPE = CelebaSamples()
