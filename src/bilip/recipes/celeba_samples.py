@@ -102,9 +102,10 @@ class CelebaSamples(Recipe):
         drawn["along"] = figures.curves({panel: curves}, xlabel="step", linear=[panel])
         for part, m in next(iter(found.values()), {}).items():
             if not m.numbers["diverged"]:
-                drawn[f"samples-{part}"] = figures.image_rows(
-                    {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
-                )
+                rows = {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
+                if not rows[ROWS["lost"]][1].any():
+                    del rows[ROWS["lost"]]
+                drawn[f"samples-{part}"] = figures.image_rows(rows)
         return drawn
 
 
