@@ -89,17 +89,20 @@ class CelebaSamples(Recipe):
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
         drawn: dict[str, Figure] = {}
-        curves = {
-            TITLES[part]: [
-                (parts[part].arrays["log_step"].tolist(), parts[part].arrays["log_samples_lost"].tolist())
-                for parts in found.values()
-                if part in parts
-            ]
-            for part in TITLES
-            if any(part in parts for parts in found.values())
-        }
-        panel = "share of samples not finite"
-        drawn["along"] = figures.curves({panel: curves}, xlabel="step", linear=[panel])
+        panels: dict[str, dict[str, Any]] = {}
+        for what, panel in {"test_bits": "test bits/dimension", "samples_lost": "share of samples not finite"}.items():
+            curves = {
+                TITLES[part]: [
+                    (parts[part].arrays["log_step"].tolist(), parts[part].arrays[f"log_{what}"].tolist())
+                    for parts in found.values()
+                    if part in parts
+                ]
+                for part in TITLES
+                if any(part in parts for parts in found.values())
+            }
+            if what == "test_bits" or any(max(y) > 0 for seeds in curves.values() for _, y in seeds):
+                panels[panel] = curves
+        drawn["along"] = figures.curves(panels, xlabel="step", linear=list(panels))
         for part, m in next(iter(found.values()), {}).items():
             if not m.numbers["diverged"]:
                 rows = {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
