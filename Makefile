@@ -63,6 +63,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/spectrum.py --out results/spectrum/cpu.json
 	$(BIN)/python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
 	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
+	$(BIN)/python benchmarks/residual_memory.py --batch 8 --repeats 3 --out results/residual_memory/cpu.json
 	$(BIN)/python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/penalties.py --out results/regularizers/cure.json
 

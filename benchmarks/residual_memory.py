@@ -6,7 +6,7 @@ image size. The ways to compute the same gradients:
 * stored: ordinary backpropagation.
 * kept inputs: `bilip.Reversible`, which keeps the input of a block whose inverse is iterative, and evaluates the block again.
 * inverted: nothing but the latent is kept; each block's input is found by its inverse, to the tolerance that the dtype allows.
-* inverted loosely: the same to a tolerance of 1e-2 for each block, with gradients that are wrong by so much.
+* inverted loosely: the same to a tolerance of 1e-2 for each block.
 * couplings stored, couplings reversible: additive Glow, for which the inverse is a formula.
 
 Time: every repetition runs each way once, in rotating order; the median, and its ratio to stored. Memory: what is saved for the backward
@@ -150,6 +150,7 @@ def main() -> None:
     for name, (model, chain) in ways.items():
         exact = gradient(chain, chain, x)
         wait()
+        before = 0
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -99,8 +99,7 @@ def test_every_flow_is_attacked_within_its_cells(measured):
     assert len(judged) == 3
     assert all(judged.values())
     assert {path.name for path in outcome.figures} == {
-        f"{name}-quick.png"
-        for name in ("iterations-median", "iterations-broken", "panels-affine", "panels-modified", "panels-residual")
+        f"{name}-quick.png" for name in ("iterations-median", "panels-affine", "panels-modified", "panels-residual")
     }
 
 
@@ -110,9 +109,7 @@ def test_samples_are_taken_from_the_attacked_flows(measured, data, monkeypatch):
     outcome = reproduce("celeba_samples", out=folder.parent / "celeba_samples", changes=CHANGES, data=data)
     line = next(line for line in outcome.lines if line.holds is not None)
     assert line.what == "affine, 6 steps: samples that are not finite, of 6"
-    assert line.ours.startswith(
-        "0 % in the end (0 % of the pixels; NaN after the sigmoid in 0 %), 0 % at worst, after "
-    )
+    assert line.ours == "none, at no look"
     assert line.holds is False
     assert {path.name for path in outcome.figures} == {
         f"{name}-quick.png" for name in ("along", "samples-affine", "samples-modified")

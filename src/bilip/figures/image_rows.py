@@ -42,7 +42,9 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        figure = Figure(figsize=(most * width + 1.0, len(rows) * (width + 0.06) + 0.3), layout="constrained")
+        lost = any(np.asarray(broken).any() for _, broken in rows.values())
+        height = len(rows) * (width + 0.06) + (0.3 if lost else 0.05)
+        figure = Figure(figsize=(most * width + 1.0, height), layout="constrained")
         figure.get_layout_engine().set(hspace=0.02, h_pad=0.02)  # type: ignore[union-attr]
         cells = figure.subplots(len(rows), 1, squeeze=False).ravel().tolist()
         whole = max(strip.shape[1] for strip in strips.values())
@@ -55,7 +57,7 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
             axes.set_ylabel(style.wrap(name, 0.9), rotation=0, ha="right", va="center")
             for side in axes.spines.values():
                 side.set_visible(False)
-        if any(np.asarray(broken).any() for _, broken in rows.values()):
+        if lost:
             style.legend(figure, [Patch(facecolor="cyan")], ["Inf or NaN"])
         return style.finish(figure)
 

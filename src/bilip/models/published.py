@@ -7,6 +7,7 @@ mode, up to rounding; so it can be audited, bounded, attacked and trained on lik
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -372,9 +373,6 @@ def _normalised_conv(read: _Reader, name: str) -> nn.Conv2d:
 
 def _net(first: nn.Conv2d, second: nn.Conv2d, weight: Tensor, bias: Tensor, gain: Tensor) -> nn.Sequential:
     """The net of a coupling, with some outputs of its last layer; its first layers are copies."""
-    layers = [
-        _filled(nn.Conv2d(c.in_channels, c.out_channels, c.kernel_size, padding=c.padding), dict(c.named_parameters()))
-        for c in (first, second)
-    ]
+    layers = [copy.deepcopy(conv) for conv in (first, second)]
     last = _filled(GainConv2d(weight.shape[1], len(weight)), {"weight": weight, "bias": bias, "log_gain": gain})
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), last)

@@ -79,11 +79,7 @@ class CelebaSamples(Recipe):
             if not good:
                 continue
             samples = [m.numbers["samples"] for m in good]
-            ours = [
-                f"{percent(s['share_lost'])} in the end ({percent(s['share_pixels'])} of the pixels; NaN after the sigmoid in "
-                f"{percent(s['share_nan'])}), {percent(s['worst_share'])} at worst, after {s['worst_step']:,} steps"
-                for s in samples
-            ]
+            ours = list(map(_lost, samples))
             what = f"{name}: samples that are not finite, of {samples[0]['count']}"
             holds = all(s["worst_share"] > 0 for s in samples) if part in said else None
             lines.append(Line(what, said.get(part, ""), "; ".join(ours), holds, key=True))
@@ -93,23 +89,36 @@ class CelebaSamples(Recipe):
 
     def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
         drawn: dict[str, Figure] = {}
-        curves = {
-            TITLES[part]: [
-                (parts[part].arrays["log_step"].tolist(), parts[part].arrays["log_samples_lost"].tolist())
-                for parts in found.values()
-                if part in parts
-            ]
-            for part in TITLES
-            if any(part in parts for parts in found.values())
-        }
-        panel = "share of samples not finite"
-        drawn["along"] = figures.curves({panel: curves}, xlabel="step", linear=[panel])
+        panels: dict[str, dict[str, Any]] = {}
+        for what, panel in {"test_bits": "test bits/dimension", "samples_lost": "share of samples not finite"}.items():
+            curves = {
+                TITLES[part]: [
+                    (parts[part].arrays["log_step"].tolist(), parts[part].arrays[f"log_{what}"].tolist())
+                    for parts in found.values()
+                    if part in parts
+                ]
+                for part in TITLES
+                if any(part in parts for parts in found.values())
+            }
+            if what == "test_bits" or any(max(y) > 0 for seeds in curves.values() for _, y in seeds):
+                panels[panel] = curves
+        drawn["along"] = figures.curves(panels, xlabel="step", linear=list(panels))
         for part, m in next(iter(found.values()), {}).items():
             if not m.numbers["diverged"]:
-                drawn[f"samples-{part}"] = figures.image_rows(
-                    {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
-                )
+                rows = {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
+                if not rows[ROWS["lost"]][1].any():
+                    del rows[ROWS["lost"]]
+                drawn[f"samples-{part}"] = figures.image_rows(rows)
         return drawn
+
+
+def _lost(samples: Mapping[str, Any]) -> str:
+    """How many samples were lost, in the end and at the worst look."""
+    if not samples["worst_share"]:
+        return "none, at no look"
+    end = f"{percent(samples['share_pixels'])} of the pixels; NaN after the sigmoid in {percent(samples['share_nan'])}"
+    worst = f"{percent(samples['worst_share'])} at worst, after {samples['worst_step']:,} steps"
+    return f"{percent(samples['share_lost'])} in the end ({end}), {worst}"
 
 
 RECIPE = CelebaSamples()

@@ -577,7 +577,7 @@ class Looks:
         bijection = self.flow.bijection
         z = bijection(x)
         solved, before = solved_inverse(bijection, z), x
-        for part in bijection:
+        for _, part in bijection.parts():
             before = part(before)
             if isinstance(part, Logit):
                 break

@@ -219,7 +219,8 @@ class DequantizationAttack(Recipe):
                 }
                 if curves:
                     panels[f"{label}, {title}"] = curves
-            if panels:
+            lost = any(max(y) > 0 for curves in panels.values() for _, y in curves.values())
+            if panels and (lost or not linear):
                 drawn[f"iterations-{what}"] = figures.curves(
                     panels, xlabel="iteration", linear=list(panels) if linear else ()
                 )

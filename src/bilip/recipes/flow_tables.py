@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bilip import figures
-from bilip.recipes.flow_runs import KINDS, SETS, SOURCES, Run
+from bilip.recipes.flow_runs import KINDS, SETS, SOURCES, TITLES, Run
 from bilip.recipes.recipe import Found, Line, Measured
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def flow_figures(found: Found) -> Mapping[str, Figure]:
     }
     drawn["likelihood"] = figures.curves(likelihood, xlabel="step", linear=list(likelihood))
     for run, several in chosen.items():
-        name = run.title.replace("modified affine", "modified").replace(" + ", "-eps").replace(", ", "-")
+        name = run.title.replace(TITLES[run.kind], run.kind).replace(" + ", "-eps").replace(", ", "-")
         panels = {
             title: {
                 SOURCES[source]: [_pair(m, f"{source}_{what}") for m in several]
