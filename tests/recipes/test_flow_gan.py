@@ -128,7 +128,7 @@ def test_each_player_is_reached_by_its_own_terms_alone(batches):
     for value, other, prefix in ((generator, critic, "flow."), (critic, generator, "critic.")):
         own = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix)]
         for (name, _), grad in zip(own, alone(value, [p for _, p in own]), strict=True):
-            torch.testing.assert_close(together[name], grad)
+            torch.testing.assert_close(together[name], grad, rtol=1e-4, atol=1e-5)  # sums in another order
         assert all(grad is None for grad in alone(other, [p for _, p in own]))
 
 

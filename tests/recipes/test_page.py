@@ -47,9 +47,10 @@ def test_each_claim_has_a_status_a_reason_and_evidence_that_exists(claims):
         assert claim.says
         assert claim.why.endswith(".")
         assert claim.evidence or claim.status == "not run", claim.label
-    for path in {
-        path for claim in (*claims, *learned) for path in getattr(claim, "evidence", None) or claim["evidence"]
-    }:
+    paths = {path for claim in claims for path in claim.evidence} | {
+        path for item in learned for path in item["evidence"]
+    }
+    for path in paths:
         file, _, name = path.partition("::")
         assert (ROOT / file).is_file(), path
         assert not name or re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), path

@@ -195,7 +195,7 @@ class FlowGan(Recipe):
         "paper": Config(),
     }
     cost: Mapping[str, str] = {
-        "quick": "minutes of one core",
+        "quick": "5 minutes of one core, an estimate from 32 on a busy machine",
         "gpu": "3,000 steps of eight generators; about 7 minutes on one H200 with --jobs 4 under CUDA's MPS, an estimate",
         "paper": "50,000 steps, a number the paper does not state; hours on one GPU; not timed yet",
     }
@@ -593,7 +593,7 @@ def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
         better = all(b.numbers["samples"]["kid"] < m.numbers["samples"]["kid"] for b, m in pairs)
         ours = "; ".join(f"KID {_kid(b.numbers['samples'])} against {_kid(m.numbers['samples'])}" for b, m in pairs)
         lines.append(Line(f"{kind}: better samples than MLE alone", "yes (FID 420 against 790)", ours, better))
-        cost = all(0 <= b.numbers["test_bits"] - m.numbers["test_bits"] < 1 for b, m in pairs)
+        cost = all(not b.numbers["diverged"] and b.numbers["test_bits"] - m.numbers["test_bits"] < 1 for b, m in pairs)
         ours = "; ".join(f"{b.numbers['test_bits']:.2f} against {m.numbers['test_bits']:.2f}" for b, m in pairs)
         lines.append(Line(f"{kind}: the likelihood stays competitive", "4 against 3.77 bits", ours, cost))
     if both and mle and gan:
@@ -621,13 +621,13 @@ def _side_findings(runs: Mapping[Run, list[Measured]]) -> list[Line]:
             and m.numbers["condition"] < STEEP
             for m in small
         )
-        huge = all(m.numbers["test_bits"] > 8 for m in small)
+        huge = all(m.numbers["test_bits"] > HUGE for m in small)
         ours = "; ".join(f"{_bits(m)}, condition number {short(m.numbers['condition'])}" for m in small)
         lines.append(Line("a smaller GAN is stable, its bits are huge all the same", "yes", ours, stable and huge))
     plain, usual = runs.get(Run("additive", "gan", actnorm=False)), runs.get(Run("additive", "gan"))
     if plain and usual:
         pairs = list(zip(usual, plain, strict=False))
-        holds = all(_worst(u) > _worst(p) for u, p in pairs)
+        holds = all(_worst(u) > 10 * _worst(p) for u, p in pairs)
         ours = "; ".join(f"condition number up to {_steepest(u)} with it, {_steepest(p)} without" for u, p in pairs)
         lines.append(Line("ActNorm adds instability to the GAN", "a suspicion", ours, holds))
     return lines
