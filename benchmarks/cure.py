@@ -545,9 +545,7 @@ def figure(folder: Path) -> None:
             xlabel="error of 99 % before",
             ylabel="error of 99 % after",
         )
-        axes.set_title(
-            f"{len(rows)} flows, cured: relative round-trip error\n(dotted: limit; at the right edge: above 1e8 or not finite)"
-        )
+        axes.set_title(f"{len(rows)} flows, cured: error of round trips\n(right edge: above 1e8 or not finite)")
         axes.legend(loc="upper left")
         save(sheet, folder / "small.png")
 
