@@ -26,7 +26,6 @@ from bilip.cures.tuning import Tuning, held_out_loss
 from bilip.data import Source
 from bilip.errors import BilipError, CheckpointError, InputError, MissingExtra, said_by
 from bilip.record import USES, AuditRecord, Status, environment, read_json, write_aside, write_json
-from bilip.record.plain import to_plain
 
 __all__ = ["Attempt", "Cure", "cure", "restore"]
 
@@ -177,7 +176,7 @@ class Cure:
         self.before.save(target / "before.json")
         if self.after is not None:
             self.after.save(target / "after.json")
-        write_json(target / "cure.json", to_plain(self.plain()))
+        write_json(target / "cure.json", self.plain())
 
 
 def restore(model: Any, folder: str | Path) -> Any:
