@@ -442,6 +442,7 @@ def big(args: argparse.Namespace, kind: str) -> None:
         train=stream,
         held_out=held_out,
         all_rungs=not args.first,
+        others=kind == "glow",
         rungs=args.rungs.split(",") if args.rungs else None,
         tune_tf32=device == "cuda",
         seed=args.seed,

@@ -199,6 +199,13 @@ def test_a_solver_that_stops_early_goes_on():
     assert (result.model.fixed_point_iterations, model.fixed_point_iterations) == (40, 4)
 
 
+def test_uses_that_were_not_asked_for_can_be_left_out():
+    result = cure(made("bilip"), points(), uses=["inversion"], rungs=["arithmetic"], others=False)
+    assert result.cured
+    assert result.after is not None
+    assert result.after.verdicts["likelihood"].status == "not-measured"
+
+
 def test_held_out_batches_are_taken_as_they_are():
     from bilip.cures.treated import copied
     from bilip.cures.tuning import Tuning
