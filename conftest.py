@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.numeric)
+        if item.path.name == "nan.md":  # it trains five models
+            item.add_marker(pytest.mark.soak)
     long = [] if config.getoption("--soak") else [item for item in items if item.get_closest_marker("soak")]
     if long:
         config.hook.pytest_deselected(items=long)

@@ -257,6 +257,17 @@ class Batches:
             step += 1
 
 
+class Said:
+    """Progress, one line for each thing that begins."""
+
+    last = ""
+
+    def __call__(self, text: str, share: float) -> None:
+        if text != self.last:
+            print(f"  {text}", flush=True)
+        self.last = text
+
+
 def images(args: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test images, as the recipes load them; without --data, random ones, to try the script out."""
     from bilip.data import Images, image_set
@@ -269,7 +280,7 @@ def images(args: argparse.Namespace) -> tuple[Any, Any]:
                 torch.randint(256, (n, 3, args.side, args.side), dtype=torch.uint8, generator=generator),
                 torch.randint(10, (n,), generator=generator),
             )
-            for n in (512, 256)
+            for n in (512, 768)
         ]
         return made[0], made[1]
     train, test = (image_set("cifar10", split, args.data) for split in ("train", "test"))
@@ -431,12 +442,13 @@ def big(args: argparse.Namespace, kind: str) -> None:
         train=stream,
         held_out=held_out,
         all_rungs=not args.first,
+        others=kind == "glow",
         rungs=args.rungs.split(",") if args.rungs else None,
         tune_tf32=device == "cuda",
         seed=args.seed,
         name=kind,
         time=args.time,
-        progress=lambda text, share: print(f"  {text}", flush=True),
+        progress=Said(),
         **common,
     )
     print(result.summary(), flush=True)
@@ -507,7 +519,7 @@ def bilip_tf32() -> Any:
 def write(path: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     command = "python benchmarks/cure.py " + " ".join(sys.argv[1:])
-    write_json(path, to_plain({"command": command.strip(), "seed": args.seed, "environment": environment(), **found}))
+    write_json(path, {"command": command.strip(), "seed": args.seed, "environment": environment(), **found})
 
 
 def figure(folder: Path) -> None:
@@ -545,9 +557,7 @@ def figure(folder: Path) -> None:
             xlabel="error of 99 % before",
             ylabel="error of 99 % after",
         )
-        axes.set_title(
-            f"{len(rows)} flows, cured: relative round-trip error\n(dotted: limit; at the right edge: above 1e8 or not finite)"
-        )
+        axes.set_title(f"{len(rows)} flows, cured: error of round trips\n(right edge: above 1e8 or not finite)")
         axes.legend(loc="upper left")
         save(sheet, folder / "small.png")
 

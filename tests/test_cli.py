@@ -596,8 +596,9 @@ def test_demo(folder, bilip_, monkeypatch):
     monkeypatch.setattr(bilip, "audit", few)
     code, out, err = bilip_("demo", "--html", "demo.html")
     assert code == 0, err
-    for name in ("affine (0, 1)", "affine (0.5, 1)", "residual 0.8"):
+    for name in ("affine (0, 1)", "affine (0.5, 1)", "residual 0.8", "affine (0, 1), cured"):
         assert name in out
+    assert "Cured " in out
     page = (folder / "demo.html").read_text()
     assert page.count("checkerboard") > 3
     assert bilip_("demo", "--html", "nowhere/demo.html")[0] == 2

@@ -30,9 +30,18 @@ ROOMS = [
     "bilip.training",
     "bilip.recipes",
     "bilip.figures",
+    "bilip.cures",
 ]
 # Values, records and abstract classes: explained where they are made.
 NO_EXAMPLE = {
+    "RUNGS",
+    "Advice",
+    "Attempt",
+    "Design",
+    "NonFinite",
+    "Rung",
+    "Watch",
+    "restore",
     "Partition",
     "Scale",
     "ExpScale",

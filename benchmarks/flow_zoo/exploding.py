@@ -57,6 +57,15 @@ _enter(
     "bilip-sigmoid-24-table", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,)), (8,)), "table"
 )
 _enter(
-    "bilip-exp-16",
+    "bilip-tanh-16",
     lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=16, hidden=(32,), scale="tanh_exp"), (8,)),
 )
+_enter(
+    "bilip-tanh-24-table",
+    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,), scale="tanh_exp"), (8,)),
+    "table",
+)
+_enter("nflows-maf-16", lambda: nflows_maf(8, 16, 32))
+_enter("normflows-exp-32", lambda: normflows_coupling(8, 32, 32, scale_map="exp"))
+_enter("zuko-realnvp-32", lambda: zuko("RealNVP", 8, transforms=32, hidden_features=(32,)))
+_enter("pyro-affine-24", lambda: Pyro(pyro_parts(8, 24, 32, "affine"), 8))

@@ -151,6 +151,74 @@ def test_a_cure_that_ruins_a_safe_use_is_not_handed_over():
     assert result.tried[0].outcome == "not safe"
 
 
+def test_autocast_is_switched_off_where_it_alone_breaks_the_model():
+    class Mixing(nn.Module):
+        """A matrix and its inverse: products that autocast rounds to 8 bits."""
+
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0])
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.matrix)
+
+        def inverse(self, z):
+            return nn.functional.linear(z, self.matrix.T)
+
+    torch.manual_seed(0)
+    model, x = Mixing(), points(seed=6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = cure(model, points(), uses=["inversion"])
+        with torch.no_grad():
+            error = (result.model.inverse(result.model(x)) - x).norm(dim=1)
+    assert result.status == "cured", str(result)
+    assert result.chosen is not None
+    assert (result.chosen.rung, result.done) == ("settings", "autocast off")
+    assert float(error.max()) < 1e-4
+
+
+def test_a_solver_that_stops_early_goes_on():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(4))
+            self.fixed_point_iterations = 4
+
+        def forward(self, x):
+            return x + 0.5 * torch.sin(x) + self.shift
+
+        def inverse(self, z):
+            x = z
+            for _ in range(self.fixed_point_iterations):
+                x = z - self.shift - 0.5 * torch.sin(x)
+            return x
+
+    model = Residual()
+    result = cure(model, points(), uses=["inversion"], rungs=["settings"])
+    assert result.status == "cured", str(result)
+    assert (result.model.fixed_point_iterations, model.fixed_point_iterations) == (40, 4)
+
+
+def test_uses_that_were_not_asked_for_can_be_left_out():
+    result = cure(made("bilip"), points(), uses=["inversion"], rungs=["arithmetic"], others=False)
+    assert result.cured
+    assert result.after is not None
+    assert result.after.verdicts["likelihood"].status == "not-measured"
+
+
+def test_held_out_batches_are_taken_as_they_are():
+    from bilip.cures.treated import copied
+    from bilip.cures.tuning import Tuning
+
+    treated = copied(bilip_flow(-0.1))
+    lists = [torch.ones(3, 4), torch.zeros(2, 4)]
+    for held_out, sizes in ((lists, [3, 2]), (torch.ones(300, 4), [256, 44]), (None, [30])):
+        tuning = Tuning.of(None, points(300), held_out, treated, [])
+        assert tuning is not None
+        assert [len(batch) for batch in tuning.held_out] == sizes
+        assert next(tuning.batches()).shape == (256, 4)
+
+
 class TestBadInput:
     def test_a_model_that_cannot_be_copied(self):
         class Stubborn(nn.Module):

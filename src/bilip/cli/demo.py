@@ -1,7 +1,8 @@
-"""`bilip demo`: three small trained flows, audited side by side."""
+"""`bilip demo`: three small trained flows, audited side by side, and the broken one cured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from bilip.cli._bar import bar
 
 if TYPE_CHECKING:
+    from bilip.cures import Cure
     from bilip.record import AuditRecord
 
 __all__ = ["demo"]
@@ -27,13 +29,14 @@ ABOUT = {
     "affine_half": "The same blocks with a scale in (0.5, 1): the inverse never divides by less than a half.",
     "residual": "Residual blocks whose branches are held to a Lipschitz constant of 0.8, with a proof.",
 }
+BROKEN, CURED = "affine_sigmoid", "affine (0, 1), cured"
 
 
 def demo(
     html: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("bilip-demo.html"),
     budget: Annotated[str, typer.Option(help="quick, standard or thorough.")] = "quick",
 ) -> None:
-    """Audit three small flows, trained on a checkerboard on [-4, 4]², on their data and around it, and write the page."""
+    """Audit three small flows, trained on a checkerboard on [-4, 4]², say what is wrong with one, cure it, and write the page."""
     from bilip import report
     from bilip.cli.audit import require_page, require_writable
 
@@ -42,15 +45,17 @@ def demo(
     records: dict[str, AuditRecord] = {}
     console = Console(highlight=False)
     with bar() as shown:
-        task = shown.add_task("loading", total=float(len(TITLES)))
+        task = shown.add_task("loading", total=float(len(TITLES) + 1))
+
+        def follow(k: int, name: str):
+            return lambda text, share: shown.update(task, description=f"{name}: {text}"[:60], completed=k + share)
+
         for k, name in enumerate(TITLES):
-            records[TITLES[name]] = _audit(
-                name,
-                budget,
-                lambda text, share, k=k, name=name: shown.update(
-                    task, description=f"{name}: {text}", completed=k + share
-                ),
-            )
+            records[TITLES[name]] = _audit(name, budget, follow(k, name))
+        result = _cure(budget, follow(len(TITLES), "cure"))
+    if result.cured and result.after is not None:
+        about = {"name": CURED, "description": f"The first flow, cured: {result.done}."}
+        records[CURED] = replace(result.after, model={**result.after.model, **about})
     console.print(_table(records))
     console.print(
         "Three flows trained on one checkerboard on [-4, 4]²: affine coupling with a scale in (0, 1) or (0.5, 1), and "
@@ -58,11 +63,56 @@ def demo(
         "[-8, 8]²: the first flow does not give all of it back, and raises no error. Errors are the largest finite relative "
         "errors of F⁻¹(F(x)); lost: above √eps, NaN or Inf."
     )
-    report.write_html(records, html, title="bilip demo: three flows on a checkerboard")
+    console.print()
+    for line in _story(records[TITLES[BROKEN]], result):
+        console.print(line)
+    report.write_html(records, html, title="bilip demo: three flows on a checkerboard, and a cure")
     console.print(f"\nThe whole report: [bold]{html}[/bold]   (open it in a browser)")
     console.print(
         "Next, for a model of yours:  bilip audit my_module:my_model --data x.npy --html report.html", markup=False
     )
+    console.print("                             bilip cure my_module:my_model --data x.npy --out cured/", markup=False)
+
+
+def _cure(budget: str, progress) -> Cure:
+    import bilip
+    from bilip.data import checkerboard
+    from bilip.demo_flows import load_demo_flow
+
+    return bilip.cure(
+        load_demo_flow(BROKEN),
+        {"checkerboard": checkerboard(2000, seed=1)},
+        ood=["uniform:2"],
+        uses=["ood-inversion"],
+        train=checkerboard(20_000, seed=2),
+        steps=100,
+        budget=budget,
+        progress=progress,
+    )
+
+
+def _story(record: AuditRecord, result: Cure) -> list[str]:
+    """Found, explained, cured, before and after."""
+    lines = []
+    blame = next((m for m in record.find("blame", "uniform:2") if m.measured and m.get("guilty")), None)
+    if blame is not None:
+        why = f"block {blame['guilty']} ({blame['guilty_kind']}): {blame['why']}"
+        lines.append(f"[bold]Found[/bold]      {TITLES[BROKEN]}: {why}.")
+    for attempt in result.tried:
+        if attempt.outcome == "skipped":
+            continue
+        colour = "bold green" if attempt.outcome == "cured" else "red"
+        lines.append(f"[bold]Tried[/bold]      {attempt.what}: [{colour}]{attempt.outcome}[/{colour}].")
+    if result.cured and result.after is not None:
+        before, after = (r.find("reconstruction", "uniform:2")[0] for r in (result.before, result.after))
+        cost = result.cost.get("rise")
+        lines.append(
+            f"[bold green]Cured[/bold green]      lost outside {100 * before['share_bad']:.2g} % → {100 * after['share_bad']:.2g} %, "
+            f"largest error {before['relative_max']:.1e} → {after['relative_max']:.1e}"
+            + ("" if cost is None else f"; held-out log-likelihood {-cost:+.1g} nats")
+            + ". An audit has checked it."
+        )
+    return lines
 
 
 def _audit(name: str, budget: str, progress) -> AuditRecord:

@@ -145,7 +145,7 @@ def _float64_state(treated: Treated) -> Treated:
 
 
 def _narrowed(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    dtype = layer.weight.dtype  # type: ignore[union-attr]
+    dtype: Any = layer.weight.dtype  # type: ignore[union-attr]
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in given)
 
 
@@ -218,7 +218,7 @@ class Refined(_Around):
         for _ in range(self.steps):
             if bool(((size <= enough) | ~torch.isfinite(size)).all()):
                 break
-            trial = best + self._step(exact, best, wide, residual)
+            trial = best + self._correction(exact, best, wide, residual)
             left = target - exact(trial, wide)
             better = norms(left) < size
             if not bool(better.any()):
@@ -229,7 +229,7 @@ class Refined(_Around):
             size = torch.where(better, norms(left), size)
         return best.to(x.dtype)
 
-    def _step(self, exact: Bijection, x: Tensor, context: Tensor | None, residual: Tensor) -> Tensor:
+    def _correction(self, exact: Bijection, x: Tensor, context: Tensor | None, residual: Tensor) -> Tensor:
         count = math.prod(x.shape[1:])
         if count > _LARGEST:
             return residual.reshape(x.shape)

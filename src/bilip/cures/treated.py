@@ -111,8 +111,9 @@ def wrapped(treated: Treated, bijection: Bijection) -> Treated:
     if isinstance(native, nn.Module) and isinstance(getattr(native, "trunk", None), Bijection):
         model = copy.copy(native)  # the head is shared, the trunk is not
         model._modules = {**native._modules, "trunk": bijection}
-        if "head" in model._modules:
-            model._modules["head"] = AnyDtype(model._modules["head"])
+        head = native._modules.get("head")
+        if head is not None:
+            model._modules["head"] = AnyDtype(head)
     return Treated(model, native, found)
 
 

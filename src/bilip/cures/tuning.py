@@ -84,20 +84,17 @@ class Tuning:
             raise InputError(
                 f"cure(loss={type(loss).__name__}): expected a function loss(model, batch) that returns a scalar."
             )
-        rows = _rows(train)
+        rows, given = _rows(train), None if held_out is None else _held(held_out, batch)
         if rows is not None:
-            kept = _rows(held_out) if held_out is not None else None
-            aside = 0 if held_out is not None else min(_HELD, max(1, len(rows[0]) // 10))
+            aside = 0 if given is not None else min(_HELD, max(1, len(rows[0]) // 10))
             count = len(rows[0]) - aside
             if count < 1:
                 raise InputError(f"cure(train=...): {len(rows[0])} rows are too few to train on and to hold some out.")
-            used = tuple(t[:count] for t in rows)
-            if held_out is None:
-                kept, text = tuple(t[count:] for t in rows), f"the last {aside:,} rows of train"
-            else:
-                text = "held_out"
-            held = list(_cut(kept, batch)) if kept is not None else list(itertools.islice(held_out, 16))
-            single = isinstance(train, Tensor)
+            used, single = tuple(t[:count] for t in rows), isinstance(train, Tensor)
+            text = "held_out" if given is not None else f"the last {aside:,} rows of train"
+            if given is None:
+                rest = tuple(t[count:] for t in rows)
+                given = _held(rest[0] if single else rest, batch)
 
             def batches() -> Iterator[Any]:
                 generator = torch.Generator().manual_seed(seed)
@@ -106,17 +103,17 @@ class Tuning:
                     chosen = tuple(t[pick.to(t.device)] for t in used)
                     yield chosen[0] if single else chosen
 
-            return cls(loss, batches, [b[0] if single else b for b in held], text, **options)
+            return cls(loss, batches, given, text, **options)
         if not isinstance(train, (DataLoader, Dataset, Iterable)):
             raise InputError(
                 f"cure(train={type(train).__name__}): expected a tensor, a tuple of tensors, a DataLoader, a Dataset or a list of batches."
             )
-        loader: Any = DataLoader(train, batch, shuffle=True) if isinstance(train, Dataset) else train
+        given_train: Any = train
+        loader: Any = DataLoader(given_train, batch, shuffle=True) if isinstance(train, Dataset) else given_train
         if iter(loader) is loader:
             loader = list(itertools.islice(loader, 1024))
-        if held_out is not None:
-            kept = _rows(held_out)
-            held, text = list(itertools.islice(_cut(kept, batch) if kept else held_out, 16)), "held_out"
+        if given is not None:
+            held, text = given, "held_out"
         elif own:
             first = next((s for s in sources if s.role == "data"), sources[0])
             held, text = (
@@ -156,9 +153,15 @@ def _rows(value: Any) -> tuple[Tensor, ...] | None:
     return None
 
 
-def _cut(rows: tuple[Tensor, ...], batch: int) -> Iterator[tuple[Tensor, ...]]:
-    for start in range(0, len(rows[0]), batch):
-        yield tuple(t[start : start + batch] for t in rows)
+def _held(value: Any, batch: int) -> list[Any]:
+    """Held-out batches from a tensor, a tuple of tensors, or batches: at most 16 of these."""
+    rows = _rows(value)
+    if rows is None:
+        if not isinstance(value, Iterable):
+            raise InputError(f"cure(held_out={type(value).__name__}): expected what train may be.")
+        return list(itertools.islice(value, 16))
+    parts = [tuple(t[start : start + batch] for t in rows) for start in range(0, len(rows[0]), batch)]
+    return [part[0] for part in parts] if isinstance(value, Tensor) else parts
 
 
 def _moved(batch: Any, like: Tensor) -> Any:
