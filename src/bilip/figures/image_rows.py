@@ -52,10 +52,9 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
         top = LEGEND if lost else GAP
         for (name, strip), inches in zip(strips.items(), tall, strict=True):
             top += inches
-            place = (LABEL, height - top + GAP, most * width * strip.shape[1] / whole, inches - GAP)
-            axes = figure.add_axes(
-                tuple(value / (figure.get_figwidth(), height)[k % 2] for k, value in enumerate(place))
-            )
+            page, bottom = figure.get_figwidth(), height - top + GAP
+            wide = most * width * strip.shape[1] / whole
+            axes = figure.add_axes((LABEL / page, bottom / height, wide / page, (inches - GAP) / height))
             axes.imshow(strip, interpolation="nearest", aspect="auto")
             axes.grid(visible=False)
             axes.set_xticks([])
