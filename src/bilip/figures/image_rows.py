@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["image_rows"]
 
+LABEL, GAP, LEGEND = 1.0, 0.06, 0.24  # inches: left of the rows, between them, and above where there is a legend
+
 
 def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> Figure:
     """Draw rows of images under each other, each with its name at the left; pixels that are not finite are cyan.
@@ -37,28 +39,31 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
     checks.named(rows, "rows")
     strips = {name: _strip(images, broken, name) for name, (images, broken) in rows.items()}
     most = max(len(images) for images, _ in rows.values())
-    width = min(inches, (style.DOUBLE - 1.0) / most)
+    width = min(inches, (style.DOUBLE - LABEL) / most)
     with style.house():
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
         lost = any(np.asarray(broken).any() for _, broken in rows.values())
-        height = len(rows) * (width + 0.06) + (0.3 if lost else 0.05)
-        figure = Figure(figsize=(most * width + 1.0, height), layout="constrained")
-        figure.get_layout_engine().set(hspace=0.02, h_pad=0.02)  # type: ignore[union-attr]
-        cells = figure.subplots(len(rows), 1, squeeze=False).ravel().tolist()
         whole = max(strip.shape[1] for strip in strips.values())
-        for axes, (name, strip) in zip(cells, strips.items(), strict=True):
-            axes.imshow(strip, interpolation="nearest")
-            axes.set_xlim(-0.5, whole - 0.5)
+        tall = [len(strip) * most * width / whole + GAP for strip in strips.values()]
+        height = sum(tall) + (LEGEND if lost else GAP)
+        figure = Figure(figsize=(LABEL + most * width, height))
+        top = LEGEND if lost else GAP
+        for (name, strip), inches in zip(strips.items(), tall, strict=True):
+            top += inches
+            page, bottom = figure.get_figwidth(), height - top + GAP
+            wide = most * width * strip.shape[1] / whole
+            axes = figure.add_axes((LABEL / page, bottom / height, wide / page, (inches - GAP) / height))
+            axes.imshow(strip, interpolation="nearest", aspect="auto")
             axes.grid(visible=False)
             axes.set_xticks([])
             axes.set_yticks([])
-            axes.set_ylabel(style.wrap(name, 0.9), rotation=0, ha="right", va="center")
+            axes.set_ylabel(style.wrap(name, LABEL - 0.1), rotation=0, ha="right", va="center")
             for side in axes.spines.values():
                 side.set_visible(False)
         if lost:
-            style.legend(figure, [Patch(facecolor="cyan")], ["Inf or NaN"])
+            figure.legend([Patch(facecolor="cyan")], ["Inf or NaN"], loc="upper center", borderaxespad=0.1)
         return style.finish(figure)
 
 

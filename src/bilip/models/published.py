@@ -211,6 +211,22 @@ def import_residual_flow(
     Raises:
         CheckpointError: The tensors are not those of a residual flow on images without factor-out.
         NotAContraction: With `"certified"`: a branch is not proved to contract.
+
+    Example:
+        >>> block, v = "transforms.0.chain.2.nnet.", torch.full((48,), 48**-0.5)
+        >>> weights = {
+        ...     "transforms.0.chain.1.weight": torch.zeros(3),
+        ...     "transforms.0.chain.1.bias": torch.zeros(3),
+        ...     block + "0.weight": 0.1 * torch.randn(3, 3, 3, 3),
+        ...     block + "0.bias": torch.zeros(3),
+        ...     block + "0.u": v,
+        ...     block + "0.v": v,
+        ... }
+        >>> flow = import_residual_flow(weights)
+        >>> [type(part).__name__ for part in flow.bijection]
+        ['Logit', 'ActNorm', 'Residual']
+        >>> flow.bijection(torch.rand(2, 3, 4, 4)).shape
+        torch.Size([2, 3, 4, 4])
     """
     if contraction not in ("declared", "certified", "held"):
         raise InputError(f"contraction={contraction!r}: expected 'declared', 'certified' or 'held'.")
