@@ -62,7 +62,8 @@ def test_a_sound_flow_costs_a_few_passes_over_what_the_allowed_share_needs(sampl
     assert (
         rows[torch.float32] <= 30 * NEEDED
     )  # three sources, there and back, log p, samples, draws of the log-determinant
-    assert rows[torch.float64] <= 10 * NEEDED
+    jacobians = 3 * 256 * 8  # at 256 points of each source, for one opaque block
+    assert rows[torch.float64] <= 10 * NEEDED + jacobians
 
 
 def test_a_large_sound_flow_gets_few_references_in_float64():
@@ -70,8 +71,8 @@ def test_a_large_sound_flow_gets_few_references_in_float64():
     assert rows[torch.float32] <= 30 * NEEDED
     jacobians = 3 * 2 * 2 * 192  # products at two points of each source, for two blocks
     assert (
-        rows[torch.float64] <= NEEDED + 512 + jacobians
-    )  # a part of the samples; all of them would be 6 * NEEDED and more
+        rows[torch.float64] <= 4 * NEEDED + 512 + jacobians
+    )  # log p of every sample, since the nets are small, and a part of the draws; all of them would be 6 * NEEDED and more
 
 
 def test_norms_of_nets_are_computed_once_for_all_sources(monkeypatch):

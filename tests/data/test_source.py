@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bilip.data import Batch, Source, as_source
+from bilip.data import Batch, Source, as_source, noise
 from bilip.data.rows import ChunkRows
 from bilip.errors import InputError
 
@@ -174,3 +174,36 @@ def test_chunks_are_functions_of_their_index(start, length):
     rows = ChunkRows(2000, (1,), torch.float32, lambda k: torch.arange(k * size, (k + 1) * size).float()[:, None])
     stop = min(start + length, 2000)
     assert torch.equal(rows.read(start, stop), torch.arange(start, stop).float()[:, None])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "npy", "npz", "safetensors", "folder", "pixels"])
+def test_a_shuffled_source_holds_the_same_rows_in_another_order(kind, tmp_path):
+    x = np.random.default_rng(0).integers(0, 255, (40, 4, 5, 3), dtype=np.uint8)
+    value = x
+    if kind == "tensor":
+        value = torch.tensor(x).float()
+    elif kind == "npy":
+        np.save(tmp_path / "x.npy", x.astype(np.float32))
+        value = tmp_path / "x.npy"
+    elif kind == "npz":
+        np.savez_compressed(tmp_path / "x.npz", x=x.astype(np.float32))
+        value = tmp_path / "x.npz"
+    elif kind == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file({"x": torch.tensor(x).float()}, tmp_path / "x.safetensors")
+        value = tmp_path / "x.safetensors"
+    elif kind == "folder":
+        image = pytest.importorskip("PIL.Image")
+        for k, pixels in enumerate(x):
+            image.fromarray(pixels).save(tmp_path / f"{k:02d}.png")
+        value = tmp_path
+    plain = as_source("test", value)
+    mixed = plain.shuffled(3)
+    order = [mixed.row(k) for k in range(40)]
+    assert sorted(order) == list(range(40))
+    assert order != sorted(order)
+    whole = plain.read(0, 40).x
+    assert mixed.read(7, 19).x.equal(whole[order[7:19]])
+    assert mixed.shuffled(3).read(0, 40).x.equal(plain.shuffled(3).read(0, 40).x[order])
+    assert [plain.row(k) for k in (0, 5)] == [0, 5]
+    scaled = noise("scaled:2", mixed)
+    assert scaled.read(3, 4).x.equal(2 * whole[scaled.row(3)][None])

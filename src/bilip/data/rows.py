@@ -38,6 +38,10 @@ class Rows(ABC):
             parts.append(self.read(int(run[0]), int(run[-1]) + 1))
         return torch.cat([part.to(parts[-1].device) for part in parts])[back.argsort().to(parts[-1].device)]
 
+    def place(self, k: int) -> int:
+        """The number of row k in what the rows were made from."""
+        return k
+
 
 class TensorRows(Rows):
     """Rows of a tensor, on its own device."""
@@ -118,6 +122,9 @@ class OrderedRows(Rows):
     def take(self, places: Tensor) -> Tensor:
         return self.rows.take(self.order[places])
 
+    def place(self, k: int) -> int:
+        return self.rows.place(int(self.order[k]))
+
 
 class MappedRows(Rows):
     """Rows of another store, passed through a function of a batch."""
@@ -132,6 +139,9 @@ class MappedRows(Rows):
 
     def take(self, places: Tensor) -> Tensor:
         return self.function(self.rows.take(places))
+
+    def place(self, k: int) -> int:
+        return self.rows.place(k)
 
 
 def pixels(rows: Rows) -> tuple[Rows, str]:

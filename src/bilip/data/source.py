@@ -234,7 +234,7 @@ class Source:
 
     def row(self, k: int) -> int:
         """The number of sample k in what the source was made from."""
-        return int(self.rows.order[k]) if isinstance(self.rows, OrderedRows) else k
+        return self.rows.place(k)
 
     def _chunk(self) -> int:
         """Samples of one batch of about a million entries."""
