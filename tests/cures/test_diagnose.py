@@ -220,6 +220,15 @@ def test_the_planted_block_and_operation_are_named(name):
     assert "\n" not in str(found)
 
 
+def test_a_distribution_that_refuses_what_is_not_finite_is_not_where_it_began():
+    base = torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
+    flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"), base=base)
+    with torch.no_grad():
+        flow.bijection[1].t.layers[-1].bias.fill_(100.0)
+    found = bilip.diagnose(flow, torch.zeros(4, 2))
+    assert (found.where, found.block, found.operation) == ("forward", "1", "exp")
+
+
 def test_infinities_that_are_masked_out_are_no_finding():
     class Masked(nn.Module):
         def __init__(self):

@@ -179,8 +179,8 @@ def _replay(
             total = twin.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, twin, given)
     except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
-    except Exception as error:
-        return _raised(error, names)
+    except Exception as error:  # of the model, or of a distribution that was given what is not finite already
+        return operations.first or _raised(error, names)
     if operations.first is not None and not bool(torch.isfinite(total.detach())):
         return operations.first  # else what was not finite was masked out
     return _backward(total, operations) if total.requires_grad else Diagnosis(False)
