@@ -3,7 +3,7 @@
 import pytest
 
 from bilip.regularizers import FiniteDifference, FlowLikelihood
-from cure import trained
+from penalties import trained
 
 
 @pytest.mark.parametrize("seed", [0, 1])
