@@ -14,13 +14,14 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
 
 # What rounding could turn, once with torch's plainest kernels and once with two threads, whose sums have another order.
+NUMERIC = docs $$(grep -rl --include='*.py' mark.numeric tests)
 numeric: numeric-plain numeric-threads
 
 numeric-plain: $(READY)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric src docs tests $(ARGS)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric $(NUMERIC) $(ARGS)
 
 numeric-threads: $(READY)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 src docs tests $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 $(NUMERIC) $(ARGS)
 
 # The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
@@ -79,6 +80,6 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps memcnn  # it asks for torchvision
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-deps memcnn  # it asks for torchvision
 	@touch $(READY)
