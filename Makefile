@@ -11,17 +11,17 @@ demo: $(READY)
 
 # One thread a process: the tests are many small operators, which threads only slow down.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) src docs tests $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal src docs tests $(ARGS)
 
 # What rounding could turn, once with torch's plainest kernels and once with two threads, whose sums have another order.
 NUMERIC = docs $$(grep -rl --include='*.py' mark.numeric tests)
 numeric: numeric-plain numeric-threads
 
 numeric-plain: $(READY)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m numeric $(NUMERIC) $(ARGS)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m numeric $(NUMERIC) $(ARGS)
 
 numeric-threads: $(READY)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m numeric --threads 2 $(NUMERIC) $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m numeric --threads 2 $(NUMERIC) $(ARGS)
 
 # The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
