@@ -27,11 +27,12 @@ def test_without_a_penalty_it_explodes(seed):
 def test_the_documented_weights_keep_it_invertible(penalty, seed):
     m, accuracy, _ = trained(seed, [penalty()])
     assert m["share_nan"] + m["share_inf"] + m["share_failed"] == 0
-    assert m["relative_max"] < 1e-2  # 1e-5 to 2e-4: rounding sends training another way on other CPUs
+    # Rounding sends training another way on each CPU: 1e-6 to 2e-5 on most, 2.4e-4 once, with the original's scaling.
+    assert m["relative_max"] < (1e-3 if getattr(penalty(), "scaling", "") == "original" else 1e-4)
     assert accuracy > 0.2  # chance is 0.1
 
 
 def test_memory_saving_training_needs_no_repair_with_the_penalty():
     m, _, run = trained(0, [FiniteDifference(0.3, every=10)], saving=True)
-    assert m["relative_max"] < 1e-2
+    assert m["relative_max"] < 1e-4
     assert run.report().repaired <= 5
