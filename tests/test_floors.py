@@ -12,6 +12,7 @@ FLOORS = [
     ["data"],
     ["nets"],
     ["blocks"],
+    ["linalg"],
     ["models", "adapters"],
     ["demo_flows"],
     ["reversible"],

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip.auditing.probes.jacobian import pull_many
 from bilip.auditing.round_trip import distances, norms, typical_norm
 from bilip.auditing.subject import Subject
 from bilip.blocks import Chain
 from bilip.errors import InputError, NotMeasured
+from bilip.linalg.jacobian import pull_many
 
 __all__ = ["rounding_tolerance"]
 

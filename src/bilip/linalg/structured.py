@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.auditing.probes.jacobian import pull_many, push_many
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, InvertibleConv1x1
 from bilip.blocks.on_kept import OnKept
+from bilip.linalg.jacobian import pull_many, push_many
 from bilip.nets import MLP, ConvNet, activations
 from bilip.nets.layers import GainConv2d, LayeredNet
 
