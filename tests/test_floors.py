@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "bilip"
 FLOORS = [
-    ["errors", "_capture", "_linalg"],
+    ["errors", "_torch", "_progress", "_linalg"],
     ["bounds", "record", "_project"],
     ["data"],
     ["nets"],

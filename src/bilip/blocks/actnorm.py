@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.diagonal_scaling import scale_box
 from bilip.bounds import Box, as_float64, log_of

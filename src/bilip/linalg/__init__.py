@@ -6,7 +6,7 @@ of their Jacobians.
 """
 
 from bilip._linalg import det, inv, inv_ex, lu, slogdet, solve, solve_ex
-from bilip.linalg.jacobian import pull, pull_many, push, push_many
+from bilip.linalg.jacobian import jvp, jvp_many, vjp, vjp_many
 from bilip.linalg.lanczos import Extreme, largest_singular_value, mean_log_brackets, mean_log_singular_value
 from bilip.linalg.linearized import Linearized, LinearPart
 from bilip.linalg.structured import Room, Structured, structured
@@ -24,10 +24,10 @@ __all__ = [
     "lu",
     "mean_log_brackets",
     "mean_log_singular_value",
-    "pull",
-    "pull_many",
-    "push",
-    "push_many",
+    "vjp",
+    "vjp_many",
+    "jvp",
+    "jvp_many",
     "slogdet",
     "solve",
     "solve_ex",

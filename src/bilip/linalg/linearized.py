@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from bilip import _linalg
+from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.on_kept import OnKept
 from bilip.errors import NotMeasured
-from bilip.linalg.jacobian import pull, pull_many, push, push_many
+from bilip.linalg.jacobian import jvp, jvp_many, vjp, vjp_many
 from bilip.linalg.structured import Room, Structured, structured
 
 __all__ = ["LinearPart", "Linearized"]
@@ -83,10 +84,10 @@ class LinearPart:
         self._looked = False
 
     def _forward(self, x: Tensor) -> Tensor:
-        return self.part(x.clone(), _rows(self.context, x))
+        return self.part(x.clone(), rows(self.context, len(x)))
 
     def _inverse(self, z: Tensor) -> Tensor:
-        return self.part.inverse(z.clone(), _rows(self.context, z))
+        return self.part.inverse(z.clone(), rows(self.context, len(z)))
 
     @property
     def moved(self) -> Tensor | None:
@@ -107,7 +108,7 @@ class LinearPart:
             return torch.einsum("...ij,...j->...i", self._matrix(), v)
         if (known := self._structured()) is not None:
             return known.apply(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
-        return self._over(push, push_many, self._forward, self.x, v)
+        return self._over(jvp, jvp_many, self._forward, self.x, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         r"""$J^\top u$."""
@@ -115,7 +116,7 @@ class LinearPart:
             return torch.einsum("...ji,...j->...i", self._matrix(), u)
         if (known := self._structured()) is not None:
             return known.adjoint(u.reshape(len(u), *self.z.shape[1:])).flatten(1)
-        return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+        return self._over(vjp, vjp_many, self._forward, self.x, u, self.z)
 
     def _structured(self) -> Structured | None:
         """The written-down Jacobian, where there is one that does what autograd does."""
@@ -133,8 +134,8 @@ class LinearPart:
                 # Nothing on trust: a subclass or a hook may have made another map of the block, and a backward pass that
                 # cannot be differentiated loses products without a word.
                 pairs = (
-                    (known.apply(v), push(self._forward, self.x, v)),
-                    (known.adjoint(u), pull(self._forward, self.x, u)),
+                    (known.apply(v), jvp(self._forward, self.x, v)),
+                    (known.adjoint(u), vjp(self._forward, self.x, u)),
                 )
                 if not all(_same(own, differentiated) for own, differentiated in pairs):
                     return None
@@ -156,7 +157,7 @@ class LinearPart:
             )
             points = self.x.repeat_interleave(size, 0)
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
-            columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
+            columns = jvp(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
         return self._dense
 
@@ -180,7 +181,7 @@ class LinearPart:
         if self._road == "structured" and self._structure is not None:
             return self._structure.solve_adjoint(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
         if self._road == "inverse":
-            return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
+            return self._over(vjp, vjp_many, self._inverse, self.z, v, self.x)
         if self._road == "contraction":
             return self._contract(self.adjoint, v)
         if self._road == "triangle":
@@ -193,7 +194,7 @@ class LinearPart:
         if self._road == "structured" and self._structure is not None:
             return self._structure.solve(w.reshape(len(w), *self.z.shape[1:])).flatten(1)
         if self._road == "inverse":
-            return self._over(push, push_many, self._inverse, self.z, w, self.z)
+            return self._over(jvp, jvp_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
             return self._contract(self.apply, w)
         if self._road == "triangle":
@@ -388,8 +389,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _random(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-
-
-def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:
-    """The contexts of a batch of points; one context serves a point that was repeated."""
-    return context if context is None or len(context) == len(x) else context.expand(len(x), *context.shape[1:])

@@ -14,7 +14,7 @@ from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured
-from bilip.linalg.jacobian import push_many
+from bilip.linalg.jacobian import jvp_many
 from bilip.linalg.lanczos import largest_singular_value
 from bilip.record import Measurement, Quantity
 
@@ -98,7 +98,7 @@ def _columns(subject: Subject, x: Tensor, context: Tensor | None, directions: Te
             raise NotMeasured(f"the model computes in {z.dtype} whatever it is given, so there is no {dtype} Jacobian")
         return z
 
-    return push_many(function, point, directions.reshape(-1, *point.shape[1:])).flatten(1).T
+    return jvp_many(function, point, directions.reshape(-1, *point.shape[1:])).flatten(1).T
 
 
 def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> SingularValues:
