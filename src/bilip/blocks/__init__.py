@@ -10,7 +10,6 @@ from bilip.blocks.diagonal_scaling import DiagonalScaling
 from bilip.blocks.factor_out import FactorOut
 from bilip.blocks.flatten import Flatten
 from bilip.blocks.flow import Flow
-from bilip.blocks.invert import Invert
 from bilip.blocks.log_det import Exact, Geometric, Poisson, Roulette, Series
 from bilip.blocks.logit import Logit
 from bilip.blocks.neural_ode import NeuralODE
@@ -19,6 +18,7 @@ from bilip.blocks.permutation import Permutation
 from bilip.blocks.residual import Residual, Solution, inverting
 from bilip.blocks.scale import EXP, HALF_SIGMOID, SIGMOID, ExpScale, Scale, SigmoidScale, TanhExpScale, scale_from
 from bilip.blocks.squeeze import Squeeze
+from bilip.blocks.wrapped import Invert, Wrapped
 
 __all__ = [
     "EXP",
@@ -55,6 +55,7 @@ __all__ = [
     "Squeeze",
     "Streams",
     "TanhExpScale",
+    "Wrapped",
     "scale_from",
     "inverting",
 ]

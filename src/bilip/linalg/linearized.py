@@ -15,7 +15,7 @@ from torch import Tensor
 from bilip import _linalg
 from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.errors import NotMeasured
 from bilip.linalg.jacobian import jvp, jvp_many, vjp, vjp_many
 from bilip.linalg.structured import Room, Structured, structured

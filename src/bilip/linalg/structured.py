@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.linalg.jacobian import jvp_many, vjp_many
 from bilip.nets import MLP, ConvNet, activations
 from bilip.nets.layers import GainConv2d, LayeredNet

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bilip.blocks import ActNorm, DiagonalScaling, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.linalg.linearized import LinearPart
 
 

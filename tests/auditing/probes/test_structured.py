@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip import blocks, models
 from bilip.auditing.probes import Subject, extremes
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.linalg.linearized import LinearPart
 from bilip.linalg.structured import Room
 from bilip.nets import MLP, ConvNet

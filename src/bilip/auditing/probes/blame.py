@@ -17,7 +17,7 @@ from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
 from bilip.linalg.lanczos import largest_singular_value

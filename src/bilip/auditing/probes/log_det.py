@@ -16,7 +16,7 @@ from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.data import Batch, Source
 from bilip.errors import BilipError, NotMeasured
 from bilip.linalg.lanczos import largest_singular_value, mean_log_brackets
