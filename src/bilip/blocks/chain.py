@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bilip._torch import is_transformed
-from bilip.blocks.actnorm import ActNorm
 from bilip.blocks.bijection import Bijection, Reach, Step
 from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
+from bilip.blocks.diagonal import ActNorm
 from bilip.blocks.log_det import one_draw
 from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.residual import Residual
