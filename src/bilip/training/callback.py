@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from bilip.adapters import as_bijection
-from bilip.auditing.probes.monitor import StabilityMonitor, StabilityRow
 from bilip.blocks import Bijection, Chain
 from bilip.errors import InputError, MissingExtra
 from bilip.regularizers import Penalty
 from bilip.reversible import DriftWarning, Reversible
 from bilip.training.callback_parts import add_gradients, copy_of, samples_of
+from bilip.training.monitor import StabilityMonitor, StabilityRow
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -113,7 +113,7 @@ class StabilityCallback(Callback):
         if not pl_module.automatic_optimization:
             raise InputError(
                 f"StabilityCallback: {type(pl_module).__name__} optimizes manually. Add penalty(model, x, step=...) to its loss and "
-                "call a bilip.auditing.probes.StabilityMonitor after optimizer.step(), or set automatic_optimization = True."
+                "call a bilip.training.StabilityMonitor after optimizer.step(), or set automatic_optimization = True."
             )
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
             raise InputError("StabilityCallback: the trainer shards parameters, expected whole ones: strategy='ddp'.")
