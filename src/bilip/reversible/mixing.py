@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilip._capture import capturing
 from bilip.blocks import ActNorm, InvertibleConv1x1
-from bilip.blocks.conv1x1 import invert, log_abs_det
+from bilip.blocks.conv1x1 import Stack, invert, log_abs_det
 from bilip.reversible.units import Grads, Pulled, Ran, Unit
 
 __all__ = ["Matrices", "Mixing", "Prepared"]
@@ -47,6 +47,11 @@ class Mixing(Unit):
     @property
     def modules(self):
         return ()
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix of the convolution, and the log-scale before it."""
+        return self.block.weight, None if self.norm is None else self.norm.log_scale
 
     def run(self, x, context, *, log_det, own=False, mark=None, matrices=None):
         log = self._log(x, matrices) if log_det else None
@@ -230,28 +235,23 @@ def mixings(units: Sequence[Unit]) -> list[Mixing]:
 @torch.no_grad()
 def solve(units: Sequence[Unit]) -> list[Tensor]:
     """The inverses of all 1x1 convolutions of a window, one stack for each kind."""
-    return [invert(torch.stack([unit.block.weight for unit in group])) for group in _groups(units)]
+    return [invert(stack.weights) for _, stack in _stacks(units)]
 
 
 @torch.no_grad()
 def found(units: Sequence[Unit], solved: Sequence[Tensor] | None, *, log_det: bool) -> dict[Mixing, Matrices]:
     """The matrices of a window, with the inverses if they were solved for, and with log-determinants if wanted."""
-    groups, result = _groups(units), dict[Mixing, Matrices]()
-    for group, inverses in zip(groups, solved or [None] * len(groups), strict=True):
-        weights = torch.stack([unit.block.weight for unit in group])
-        norms = [unit.norm for unit in group if unit.norm is not None]
-        scales = torch.stack([norm.log_scale for norm in norms]).exp() if norms else None
-        matrices = weights if scales is None else weights * scales[:, None, :]
-        others = inverses if inverses is None or scales is None else inverses / scales[:, :, None]
-        logs = log_abs_det(weights) if log_det else None
+    stacks, result = _stacks(units), dict[Mixing, Matrices]()
+    for (group, stack), inverses in zip(stacks, solved or [None] * len(stacks), strict=True):
+        matrices, others = stack.matrices(), None if inverses is None else stack.inverses(inverses)
+        logs = log_abs_det(stack.weights) if log_det else None
         for k, unit in enumerate(group):
             result[unit] = Matrices(matrices[k], *(None if t is None else t[k] for t in (others, inverses, logs)))
     return result
 
 
-def _groups(units: Sequence[Unit]) -> list[list[Mixing]]:
+def _stacks(units: Sequence[Unit]) -> list[tuple[list[Mixing], Stack]]:
     groups: dict[tuple[object, ...], list[Mixing]] = {}
     for unit in mixings(units):
-        key = (unit.block.channels, unit.norm is None, unit.block.weight.dtype, unit.block.weight.device)
-        groups.setdefault(key, []).append(unit)
-    return list(groups.values())
+        groups.setdefault(Stack.key_of(*unit.pair), []).append(unit)
+    return [(group, Stack([unit.pair for unit in group])) for group in groups.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from bilip._capture import Flag
 from bilip.adapters import as_bijection
-from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
+from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
+from bilip.blocks.chain import only_scales
 from bilip.blocks.on_kept import OnKept
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import Box
@@ -267,14 +268,8 @@ def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list
     while k < len(parts):
         name, part = parts[k]
         after = parts[k + 1][1] if k + 1 < len(parts) else None
-        if (
-            type(part) is ActNorm
-            and part._ready
-            and part.dim == 1
-            and plain(part)
-            and _is_free(after, plain, part.features)
-        ):
-            units.append(Mixing(parts[k + 1][0], part, after, inverse=inverse))  # type: ignore[arg-type]
+        if _is_free(after, plain) and only_scales(part, after) and plain(part):
+            units.append(Mixing(parts[k + 1][0], part, after, inverse=inverse))
             k += 1
         else:
             units.append(_unit(name, part, plain, inverse=inverse))
@@ -302,18 +297,12 @@ def _unit(name: str, part: Bijection, plain: _Plain, *, inverse: bool) -> Unit:
     if type(part) in (AdditiveCoupling, AffineCoupling) and plain(part):
         return Coupling(name, part, inverse=inverse)
     if _is_free(part, plain):
-        return Mixing(name, None, part, inverse=inverse)  # type: ignore[arg-type]
+        return Mixing(name, None, part, inverse=inverse)
     if part.rearranges and plain(part):
         return Rearranging(name, part, inverse=inverse)
     return Generic(name, part, inverse=inverse)
 
 
-def _is_free(part: Bijection | None, plain: _Plain, features: int | None = None) -> bool:
-    if (
-        type(part) is not InvertibleConv1x1
-        or part.kind != "full"
-        or not plain(part)
-        or "weight" not in part._parameters
-    ):
-        return False
-    return features is None or part.channels == features
+def _is_free(part: Bijection | None, plain: _Plain) -> TypeGuard[InvertibleConv1x1]:
+    """Whether a block is a 1x1 convolution with a free matrix, and nothing else."""
+    return type(part) is InvertibleConv1x1 and part.kind == "full" and plain(part) and "weight" in part._parameters
