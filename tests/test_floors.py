@@ -19,9 +19,9 @@ FLOORS = [
     ["regularizers"],
     ["objectives"],
     ["auditing"],
-    ["probes", "testing"],
+    ["testing"],
     ["training"],
-    ["cures"],
+    ["probes", "cures"],
     ["recipes"],
     ["cli", "_pytest_plugin"],
 ]

@@ -9,9 +9,9 @@ from torch import nn
 
 from bilip import Chain, blocks, models
 from bilip.auditing.probes import Spectrum
-from bilip.auditing.probes.monitor import StabilityMonitor, StabilityRow
 from bilip.errors import InputError
 from bilip.reversible import Reversible
+from bilip.training.monitor import StabilityMonitor, StabilityRow
 
 pytestmark = pytest.mark.numeric
 
@@ -110,3 +110,13 @@ def test_beyond_the_exact_dimensions_and_bad_arguments():
     assert 0 < row.sigma_min < row.sigma_max
     with pytest.raises(InputError, match="every=0"):
         StabilityMonitor(model, x, every=0)
+
+
+def test_the_names_that_it_had_among_the_probes():
+    from bilip.probes.monitor import StabilityMonitor as by_module
+
+    import bilip.auditing.probes
+
+    assert by_module is bilip.probes.StabilityMonitor is bilip.auditing.probes.StabilityMonitor is StabilityMonitor
+    assert bilip.probes.StabilityRow is bilip.auditing.probes.StabilityRow is StabilityRow
+    assert "StabilityMonitor" in bilip.probes.__all__
