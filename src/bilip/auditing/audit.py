@@ -18,11 +18,11 @@ import torch
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
 from bilip.auditing.float32 import float32_products, uses_tf32
-from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import PROBES, Task
 from bilip.auditing.share import Share
+from bilip.auditing.subject import ENDED
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
 from bilip.data.loader import is_loader

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bilip.auditing.guarded import Outcome, run_guarded
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.errors import NotMeasured
 
 __all__ = ["Reference", "log_prob", "same_draws", "tolerance"]

@@ -19,7 +19,7 @@ from bilip.auditing.looks import Looks
 from bilip.auditing.probes.probe import PROBES
 from bilip.auditing.subject import Subject
 from bilip.auditing.verdicts import judge
-from bilip.cures import arithmetic, penalties, replacements, reranging, settings  # noqa: F401 - they enter themselves
+from bilip.cures import arithmetic, replacements, reranging  # noqa: F401 - they enter themselves
 from bilip.cures.rung import RUNGS, Case, Skipped
 from bilip.cures.treated import Treated, copied
 from bilip.cures.tuning import Tuning, held_out_loss

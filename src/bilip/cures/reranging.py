@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from bilip.blocks import AffineCoupling
 from bilip.bounds import Box
-from bilip.cures.rung import Case, Rung, Skipped
-from bilip.cures.screening import Screen
+from bilip.cures.rung import Case, Rung, Screen, Skipped
 from bilip.cures.treated import Treated
 from bilip.cures.tuning import tuned
 from bilip.nets import certify

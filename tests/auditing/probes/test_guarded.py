@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bilip.auditing.guarded import run_guarded
+from bilip.auditing.subject import run_guarded
 from bilip.errors import InputError, NotConverged
 
 pytestmark = pytest.mark.numeric

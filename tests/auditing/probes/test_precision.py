@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from bilip import Bijection, Chain
-from bilip.auditing.probes.precision import Precision, condition_numbers
-from bilip.auditing.probes.rungs import LADDER, RungModel
+from bilip.auditing.probes.precision import LADDER, Precision, RungModel, condition_numbers
 from bilip.auditing.subject import Subject
 from bilip.errors import BilipError, InputError
 from bilip.models import glow, real_nvp, residual_flow

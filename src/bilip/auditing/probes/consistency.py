@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import run_guarded
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import BilipError, NotMeasured
 from bilip.record import Measurement, Quantity

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome
 from bilip.auditing.probes.lanczos import largest_singular_value, mean_log_brackets
 from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject
 from bilip.blocks import Bijection
 from bilip.blocks.on_kept import OnKept
 from bilip.data import Batch, Source

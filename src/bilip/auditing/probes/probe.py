@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import ENDED, Subject
 from bilip.data import Batch, Source, as_source
 from bilip.errors import InputError, NotMeasured, said_by
 from bilip.record import Measurement, Quantity

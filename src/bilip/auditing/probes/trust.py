@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances, typical
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import InputError, NotMeasured
 from bilip.record import Measurement, Quantity
