@@ -80,6 +80,11 @@ class Thresholds:
         """The largest relative error for a dtype with this epsilon."""
         return math.sqrt(max(eps, _FLOAT32)) if self.relative is None else self.relative
 
+    def as_settings(self) -> dict[str, float]:
+        """All limits by name, those of `more` among them, as the settings of a record hold them."""
+        known = {name: value for name, value in asdict(self).items() if name not in ("share", "more")}
+        return {name: value for name, value in known.items() if value is not None} | dict(self.more or {})
+
     def named(self, name: str) -> float | None:
         """The limit of this name, or `None` if there is none."""
         if name in (self.more or {}):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bilip.auditing import Budget, Thresholds, audit
-from bilip.auditing.audit import _sources
+from bilip.auditing.audit import make_sources
 from bilip.auditing.budget import budget_named
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.probe import PROBES
@@ -351,7 +351,7 @@ class _Ladder:
             raise InputError(
                 "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
             )
-        self.sources: list[Source] = _sources(data, ood, spent, seed, self.subject)
+        self.sources: list[Source] = make_sources(data, ood, spent, seed, self.subject)
         self._require_enough(spent, thresholds)
         self.options: dict[str, Any] = {
             "budget": budget,

@@ -22,7 +22,7 @@ from bilip.adapters import Adapted, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.subject import _graphs
-from bilip.cures.tuning import _moved, _one, _value
+from bilip.cures.tuning import first_of, moved, scalar
 from bilip.errors import BilipError, InputError, TrainingDiverged, said_by
 
 __all__ = ["Diagnosis", "NonFinite", "Watch", "diagnose", "watch"]
@@ -164,8 +164,8 @@ def _replay(
             block, kind = names.block_of_tensor(value)
             bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
             return Diagnosis(True, "parameters", block, kind, name, "weights", value=bad)
-    given = _moved(latents if batch is None else batch, like)
-    first = _one(given)
+    given = moved(latents if batch is None else batch, like)
+    first = first_of(given)
     if isinstance(first, Tensor) and first.is_floating_point() and not bool(torch.isfinite(first).all()):
         row = int((~torch.isfinite(first.flatten(1) if first.ndim > 1 else first[:, None])).any(1).nonzero()[0])
         return Diagnosis(True, "input", operation="batch", sample=row, value=math.nan)
@@ -188,8 +188,8 @@ def _replay(
 
 def _loss(loss: Loss | None, native: Any, twin: Adapted, given: Any) -> Tensor:
     if loss is not None:
-        return _value(loss(native, given))[0]
-    x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (_one(given), None)
+        return scalar(loss(native, given))[0]
+    x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (first_of(given), None)
     z, log_det = twin.bijection.forward_and_log_det(x, context)
     if twin.base is None:
         return (z.flatten(1).square().sum(1) / 2 - log_det).mean()
