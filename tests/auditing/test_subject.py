@@ -1,4 +1,4 @@
-"""Finding the samples that make a model raise."""
+"""The model under test: finding the samples that make it raise."""
 
 import pytest
 import torch
