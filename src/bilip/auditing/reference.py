@@ -42,7 +42,7 @@ class Reference:
     """
 
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject.twin(torch.float64)
+        self.subject = subject.copy_in(torch.float64)
         self.own = subject.dtype == torch.float64
         self._watched: dict[str, bool] = {}  # calls that were looked at, and whether they have to be kept in float64
 

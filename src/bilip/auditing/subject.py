@@ -7,6 +7,7 @@ import copy
 import math
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,11 @@ class Subject:
     # ---- copies and modes
 
     def twin(self, dtype: torch.dtype) -> Subject:
+        """The former name of `copy_in`."""
+        warnings.warn("Subject.twin is now called copy_in.", DeprecationWarning, stacklevel=2)
+        return self.copy_in(dtype)
+
+    def copy_in(self, dtype: torch.dtype) -> Subject:
         """A copy in another dtype, in evaluation mode; made once.
 
         Raises:

@@ -244,8 +244,8 @@ class Refined(_Around):
         """The bijection in float64, made anew where a parameter has changed."""
         key = tuple((t.data_ptr(), t._version) for t in (*self.inner.parameters(), *self.inner.buffers()))
         if key not in self._exact:
-            twin = copy.deepcopy(self.inner, _graphs(self.inner)).double().requires_grad_(False)
-            self._exact = {key: twin.train(self.training)}
+            double = copy.deepcopy(self.inner, _graphs(self.inner)).double().requires_grad_(False)
+            self._exact = {key: double.train(self.training)}
         return self._exact[key]
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:

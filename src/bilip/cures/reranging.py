@@ -312,7 +312,7 @@ class Reranging(Rung):
 
 def _widths(case: Case) -> list[int]:
     """Numbers of outputs of the nets, seen in a forward pass of a copy."""
-    subject = case.subject.twin(case.subject.dtype)
+    subject = case.subject.copy_in(case.subject.dtype)
     found = list(scalings(subject.bijection))
     if not found:
         raise Skipped("there is no affine block whose scale could be bounded")

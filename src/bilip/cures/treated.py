@@ -66,8 +66,8 @@ def copied(model: Any) -> Treated:
     Example:
         >>> from bilip.models import real_nvp
         >>> flow = real_nvp(2)
-        >>> twin = copied(flow)
-        >>> twin.model is flow, torch.equal(next(twin.model.parameters()), next(flow.parameters()))
+        >>> made = copied(flow)
+        >>> made.model is flow, torch.equal(next(made.model.parameters()), next(flow.parameters()))
         (False, True)
     """
     if isinstance(model, Adapted):

@@ -33,7 +33,7 @@ from bilip.regularizers.penalty import Latent, SkippedSamples
 __all__ = ["Penalties", "RoundTrip", "Tuning", "held_out_loss", "tuned"]
 
 Loss = Callable[[Any, Any], Any]
-_HELD = 2048  # rows set aside at most
+_MOST_HELD_OUT = 2048  # rows set aside at most
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Tuning:
         loss: `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are tuned along.
         batches: Called for an endless stream of batches.
         held_out: Batches on which the cost is measured.
-        held_from: Where these come from, in words.
+        held_out_from: Where these come from, in words.
         steps: Largest number of steps.
         rate: Learning rate of Adam.
         clip: Largest norm of a gradient.
@@ -55,7 +55,7 @@ class Tuning:
     loss: Loss
     batches: Callable[[], Iterator[Any]]
     held_out: list[Any]
-    held_from: str
+    held_out_from: str
     steps: int = 400
     rate: float = 3e-4
     clip: float = 1.0
@@ -99,7 +99,7 @@ class Tuning:
         elif own:
             first = main_source(sources)
             held, text = (
-                [b.x if b.context is None else (b.x, b.context) for b in first.batches(batch, limit=_HELD)],
+                [b.x if b.context is None else (b.x, b.context) for b in first.batches(batch, limit=_MOST_HELD_OUT)],
                 f"source {first.name}",
             )
         else:
@@ -119,7 +119,7 @@ def _from_rows(
 
     Without held-out batches the last rows, a tenth, are set aside.
     """
-    aside = 0 if held_out is not None else min(_HELD, max(1, len(rows[0]) // 10))
+    aside = 0 if held_out is not None else min(_MOST_HELD_OUT, max(1, len(rows[0]) // 10))
     count = len(rows[0]) - aside
     if count < 1:
         raise InputError(f"cure(train=...): {len(rows[0])} rows are too few to train on and to hold some out.")

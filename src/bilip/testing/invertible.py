@@ -101,7 +101,7 @@ def rounding_tolerance(model: Any, x: Tensor, *, context: Tensor | None = None, 
         errors = distances(x, back).relative.nan_to_num(math.inf)
         worst = errors.argsort(descending=True)[:samples]
         try:
-            double = subject.twin(torch.float64)
+            double = subject.copy_in(torch.float64)
             floor = typical_norm(x)
             grown = [
                 _magnification(double, x[k : k + 1].double(), None if context is None else context[k : k + 1], floor)

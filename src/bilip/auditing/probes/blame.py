@@ -194,14 +194,14 @@ class Blame(Probe):
         if not self.spectra:
             return found
         try:
-            twin = subject.twin(torch.float64)
+            double = subject.copy_in(torch.float64)
         except NotMeasured as why:
             notes.append(str(why))
             return found
         x = x[: self.spectra].double()
         given = None if context is None else context[: self.spectra]
         given = given.double() if given is not None and given.is_floating_point() else given
-        for k, (name, part) in enumerate(twin.parts):
+        for k, (name, part) in enumerate(double.parts):
             try:
                 linear = LinearPart(part, x, given, name)
                 x = linear.z
