@@ -125,9 +125,9 @@ def test_delta_is_the_error_of_the_arithmetic_alone():
     assert m["own"] == "float64"
     assert m["cure"] == "float64"
     half = rows(m)["bfloat16"]
-    half = FormatModel(Subject.of(own), FORMATS[3])
+    model = FormatModel(Subject.of(own), FORMATS[3])
     rounded = own.matrix.detach().to(torch.bfloat16).double()
-    assert half.reference.bijection.matrix.equal(rounded)
+    assert model.reference.bijection.matrix.equal(rounded)
     # outputs are rounded once, to bfloat16: half a unit in the last place of each entry
     assert half["delta"] <= EPS["bfloat16"] / 2 * float((x @ rounded).norm(dim=1).max()) * 1.01
 

@@ -282,7 +282,7 @@ FORMATS = (
 
 
 class FormatModel:
-    r"""A model in one floating-point format, and the float64 model with the same parameters: the exact map that the format computes inexactly.
+    r"""A model in one format, and the float64 model with the same parameters: the exact map that the format computes inexactly.
 
     16-bit arithmetic on a CPU is missing for some operations and faults on some processors. There it is emulated: parameters,
     inputs and the output of every visible block are rounded to the 16-bit type, and blocks compute inside in float32. That is
