@@ -47,11 +47,11 @@ class Reference:
         self._watched: dict[str, bool] = {}  # calls that were looked at, and whether they have to be kept in float64
 
     def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
-        """F(x)."""
+        """F(x) by the float64 copy; `shaken` moves x in its last bit."""
         return self._run("encode", lambda: self.subject.forward(*self._inputs(x, context, shaken)))
 
     def decode(self, z: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
-        """F^-1(z)."""
+        """F^-1(z) by the float64 copy; `shaken` moves z in its last bit."""
         return self._run("decode", lambda: self.subject.inverse(*self._inputs(z, context, shaken)))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Tensor:

@@ -175,9 +175,9 @@ class Subject:
         if found is None:
             try:
                 bijection = (
-                    copy.deepcopy(self.bijection, _graphs(self.bijection)).to(dtype).eval().requires_grad_(False)
+                    copy.deepcopy(self.bijection, deepcopy_memo(self.bijection)).to(dtype).eval().requires_grad_(False)
                 )
-                found = Subject(Adapted(bijection, self._base_in(dtype, bijection), self.library), self.name)
+                found = Subject(Adapted(bijection, self.base_in(dtype, bijection), self.library), self.name)
                 found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
                 found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({said_by(error)})"
@@ -187,7 +187,7 @@ class Subject:
         found.tick = self.tick
         return found
 
-    def _base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
+    def base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
         """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""
         if self.base is None:
             return None
@@ -276,10 +276,10 @@ class Subject:
 
 
 def _nothing() -> None:
-    """No clock."""
+    """What is called before each call of a model that no clock watches."""
 
 
-def _graphs(module: nn.Module) -> dict[int, Any]:
+def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
     """What `copy.deepcopy` is told about tensors with a graph, which libraries keep from the last call and which it refuses to copy."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
@@ -355,7 +355,7 @@ class Outcome:
 
     @property
     def value(self) -> Tensor:
-        """The first tensor."""
+        """The first tensor that the call returned."""
         return self.values[0]
 
 

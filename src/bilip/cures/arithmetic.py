@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from bilip._linalg import solve_ex
 from bilip.auditing.reference import Reference
 from bilip.auditing.round_trip import norms
-from bilip.auditing.subject import _graphs
+from bilip.auditing.subject import deepcopy_memo
 from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Skipped
-from bilip.cures.treated import Plain, Stepwise, Treated, Wide, _Around, wrapped
+from bilip.cures.treated import CallWrapper, Plain, Stepwise, Treated, Wide, wrapped
 from bilip.errors import BilipError
 
 __all__ = ["Arithmetic", "Refined", "Settings", "backward_error"]
@@ -207,7 +207,7 @@ def _base_to(treated: Treated, dtype: torch.dtype) -> None:
         module.to(dtype)
 
 
-class Refined(_Around):
+class Refined(CallWrapper):
     r"""A bijection whose inverse is refined: $x \leftarrow x + J_F(x)^{-1} (z - F(x))$, with $F$ in float64.
 
     In more than 64 dimensions, where a Jacobian costs too much, the step is $x \leftarrow x + (z - F(x))$, which converges where
@@ -244,7 +244,7 @@ class Refined(_Around):
         """The bijection in float64, made anew where a parameter has changed."""
         key = tuple((t.data_ptr(), t._version) for t in (*self.inner.parameters(), *self.inner.buffers()))
         if key not in self._exact:
-            double = copy.deepcopy(self.inner, _graphs(self.inner)).double().requires_grad_(False)
+            double = copy.deepcopy(self.inner, deepcopy_memo(self.inner)).double().requires_grad_(False)
             self._exact = {key: double.train(self.training)}
         return self._exact[key]
 

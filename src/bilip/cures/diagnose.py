@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from bilip.adapters import Adapted, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.subject import _graphs
+from bilip.auditing.subject import deepcopy_memo
 from bilip.cures.tuning import first_of, moved, scalar
 from bilip.errors import BilipError, InputError, TrainingDiverged, said_by
 
@@ -146,7 +146,7 @@ def _replay(
     model: Any, adapted: Adapted, batch: Any, latents: Tensor | None, loss: Loss | None, dtype: torch.dtype | None
 ) -> Diagnosis:
     try:
-        native = copy.deepcopy(model, _graphs(adapted.bijection))
+        native = copy.deepcopy(model, deepcopy_memo(adapted.bijection))
     except Exception as error:
         raise InputError(f"diagnose: {type(model).__name__} cannot be copied ({said_by(error)}).") from error
     adapted = native if isinstance(native, Adapted) else adapt(native)

@@ -253,7 +253,7 @@ class Tuned:
     loss: Loss
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The same as JSON values, times in seconds."""
         return {
             "steps": self.steps,
             "tuning_seconds": round(self.seconds, 2),
