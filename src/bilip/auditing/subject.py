@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bilip.adapters import Adapted, Base, adapt
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
+from bilip.linalg.linearized import Linearized
 
 __all__ = ["ENDED", "Outcome", "Subject", "run_guarded"]
 
@@ -186,6 +187,12 @@ class Subject:
             raise NotMeasured(found)
         found.tick = self.tick
         return found
+
+    def linearized(
+        self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: Linearized | None = None
+    ) -> Linearized:
+        """The model linearised at points, in float64; `noise` and `like` are as in `Linearized`."""
+        return Linearized(self.copy_in(torch.float64).parts, x, context, noise=noise, like=like)
 
     def base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
         """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.float32 import float32_products
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.linalg.lanczos import largest_singular_value
 from bilip.record import Measurement, Quantity
 
 __all__ = ["FORMATS", "Precision", "Format", "FormatModel", "condition_numbers"]
@@ -241,7 +240,7 @@ def condition_numbers(
         >>> round(float(found), 6)
         8.0
     """
-    at = Linearized(subject, x, context)
+    at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     largest = largest_singular_value(at.apply, at.adjoint, start, steps=steps).value
