@@ -15,7 +15,7 @@ __all__ = [*_names, "StabilityMonitor", "StabilityRow"]  # pyright: ignore[repor
 _ROOM = {module.name: f"{_room.__name__}.{module.name}" for module in iter_modules(_room.__path__)}
 _MOVED = {
     "subject": "auditing.subject",
-    "guarded": "auditing.guarded",
+    "guarded": "auditing.subject",
     "float32": "auditing.float32",
     "distance": "auditing.round_trip",
     "jacobian": "linalg.jacobian",
@@ -24,6 +24,9 @@ _MOVED = {
     "linear_part": "linalg.linearized",
     "structured": "linalg.structured",
     "monitor": "training.monitor",
+    "error_map": "auditing.probes.reconstruction",
+    "rungs": "auditing.probes.precision",
+    "inside": "auditing.probes.blame",
 }
 for _name, _place in {**_ROOM, **{old: f"bilip.{new}" for old, new in _MOVED.items()}}.items():
     _module = sys.modules[f"{__name__}.{_name}"] = import_module(_place)

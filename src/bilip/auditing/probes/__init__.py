@@ -2,22 +2,20 @@
 
 from importlib import import_module
 
-from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.auditing.probes.attack import Attack, AttackResult, AttackRun
 from bilip.auditing.probes.blame import Blame
 from bilip.auditing.probes.bounds import Bounds
 from bilip.auditing.probes.consistency import Consistency
-from bilip.auditing.probes.error_map import ErrorMap
 from bilip.auditing.probes.gradient_angle import GradientAngle
 from bilip.auditing.probes.likelihood import Likelihood
 from bilip.auditing.probes.log_det import LogDet, log_det_of_jacobian
 from bilip.auditing.probes.precision import Precision
 from bilip.auditing.probes.probe import PROBES, Finding, Probe, Task
-from bilip.auditing.probes.reconstruction import Reconstruction
+from bilip.auditing.probes.reconstruction import ErrorMap, Reconstruction
 from bilip.auditing.probes.sampling import Sampling
 from bilip.auditing.probes.spectrum import Extremes, SingularValues, Spectrum, extremes, jacobian, singular_values
 from bilip.auditing.probes.trust import Trust, TrustFlags, trust_flags
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 
 __all__ = [
     "PROBES",

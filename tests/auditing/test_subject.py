@@ -1,11 +1,11 @@
-"""Finding the samples that make a model raise."""
+"""The model under test: finding the samples that make it raise."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bilip.auditing.guarded import run_guarded
+from bilip.auditing.subject import run_guarded
 from bilip.errors import InputError, NotConverged
 
 pytestmark = pytest.mark.numeric
