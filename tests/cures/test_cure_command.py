@@ -15,8 +15,7 @@ from bilip import models
 
 sys.path.insert(0, str(Path(__file__).parent))  # exploded.py is the user's module here
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from exploded import bilip_flow
-
+from cures.exploded import bilip_flow
 from in_process import command_line
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exploded import bilip_flow
 from torch import Tensor, nn
 
 import bilip
 from bilip.auditing.budget import BUDGETS
 from bilip.blocks import Bijection
 from bilip.cures.arithmetic import DOMINATES, Refined
+from cures.exploded import bilip_flow
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
 
