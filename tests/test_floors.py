@@ -13,7 +13,6 @@ FLOORS = [
     ["nets"],
     ["blocks"],
     ["models", "adapters"],
-    ["demo_flows"],
     ["reversible"],
     ["regularizers"],
     ["objectives"],
@@ -21,8 +20,8 @@ FLOORS = [
     ["probes", "testing"],
     ["training"],
     ["cures"],
-    ["recipes"],
-    ["cli", "_pytest_plugin"],
+    ["recipes", "demo"],
+    ["cli", "_pytest_plugin", "demo_flows"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 BESIDE = {"report": {"errors", "record", "figures"}, "figures": {"errors", "record"}}

@@ -9,7 +9,7 @@ from torch import nn
 
 from adapters import zoo
 from bilip.adapters import as_bijection
-from bilip.adapters._scales import AtanExpScale, SoftclipExpScale
+from bilip.adapters._proofs import AtanExpScale, SoftclipExpScale
 from bilip.bounds import Box
 from bilip.errors import NoGlobalBound, UnknownLipschitz
 from bilip.nets import MLP, Declared

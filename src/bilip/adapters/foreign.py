@@ -1,18 +1,19 @@
-"""A block of another library as a bijection."""
+"""A block of another library as a bijection, and the distribution that its latents are drawn from."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bilip.adapters._agree import agree
 from bilip.adapters._inspect import patched_class
-from bilip.blocks import Bijection, Chain
+from bilip.blocks import Bijection, Chain, Flow
 from bilip.blocks.reach import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz, said_by
@@ -21,7 +22,7 @@ from bilip.nets.readable import tampered
 # Libraries of which some blocks have a twin.
 _LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
 
-__all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
+__all__ = ["Base", "FlowBase", "Foreign", "ForeignBase", "compose", "drawing", "has_log_det", "per_sample", "reference"]
 
 
 class Foreign(Bijection):
@@ -276,3 +277,122 @@ def has_log_det(bijection: Bijection) -> bool:
         True
     """
     return all(block.has_log_det for block in bijection.modules() if isinstance(block, Foreign))
+
+
+@torch.no_grad()
+def agree(
+    block: Bijection,
+    twin: Bijection,
+    shape: tuple[int, ...],
+    context: Box | None,
+    context_shape: tuple[int, ...] | None,
+) -> bool:
+    """Compare both in float64 on 8 points, there and back; a library that changed a formula fails here, and so does a block whose two
+    directions are no longer each other's inverse, so that no proof speaks about it.
+
+    The way back is compared for samples that the twin brings back itself: of the others rounding leaves nothing to compare.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+    given = _contexts(context, context_shape, generator)
+    twin, block = _copy(twin), _copy(block)
+    z_twin, z = (f(x, given) for f in (twin, block))
+    finite = torch.isfinite(z) & torch.isfinite(z_twin)
+    if not bool(_close(z, z_twin)[finite].all()):
+        return False
+    back_twin, back = (f.inverse(z_twin, given) for f in (twin, block))
+    good = (_close(back_twin, x, 1e-9) & finite).flatten(1).all(1)
+    return bool(_close(back, x)[good].all())
+
+
+def _close(a: Tensor, b: Tensor, share: float = 1e-6) -> Tensor:
+    return (a - b).abs() <= share * (1 + b.abs())
+
+
+def _copy(module: Bijection) -> Bijection:
+    return copy.deepcopy(module).double().cpu().eval()
+
+
+def _contexts(context: Box | None, shape: tuple[int, ...] | None, generator: torch.Generator) -> Tensor | None:
+    if context is not None and context.shape and context.is_bounded:
+        return context.sample(8, generator=generator)
+    return None if shape is None else torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+
+
+class Base(ABC):
+    """What a model's latents are drawn from.
+
+    Example:
+        >>> from bilip.adapters import adapt
+        >>> from bilip.models import real_nvp
+        >>> base = adapt(Flow(real_nvp(2))).base
+        >>> base.sample(3).shape, base.log_prob(torch.zeros(3, 2)).shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+
+    @abstractmethod
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Draw `count` latents in the dtype and on the device of the model; with a context, one for each row of it."""
+
+    @abstractmethod
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        """Log p(z), of shape `(batch,)`."""
+
+
+class FlowBase(Base):
+    """The base of a `bilip.Flow`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        if not isinstance(self.flow.base, str):
+            with drawing(generator):
+                return self.flow.sample_base(count).to(reference(self.flow))
+        return self.flow.sample_base(count, generator=generator)
+
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.flow.base_log_prob(z)
+
+
+class ForeignBase(Base):
+    """A distribution module of another library, following the dtype and device of the bijection it belongs to."""
+
+    def __init__(self, module: nn.Module, bijection: Bijection) -> None:
+        self.module, self.bijection = module, bijection
+
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        like = reference(self.bijection)
+        with drawing(generator), torch.no_grad():
+            return self.draw(self._fitting(like), count, context).to(like)
+
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        value = self.density(self._fitting(z), z, context)
+        return value.flatten(1).sum(1) if value.ndim > 1 else value
+
+    @abstractmethod
+    def draw(self, module: nn.Module, count: int, context: Tensor | None) -> Tensor:
+        """Draw from a module in the right dtype."""
+
+    @abstractmethod
+    def density(self, module: nn.Module, z: Tensor, context: Tensor | None) -> Tensor:
+        """Log-density under a module in the right dtype."""
+
+    def _fitting(self, like: Tensor) -> nn.Module:
+        """The module, or a converted copy: converting the bijection must not leave its base behind."""
+        held = [t for t in (*self.module.parameters(), *self.module.buffers()) if t.is_floating_point() and t.ndim]
+        if all(t.dtype == like.dtype and t.device == like.device for t in held):
+            return self.module
+        return copy.deepcopy(self.module).to(like)
+
+
+@contextlib.contextmanager
+def drawing(generator: torch.Generator | None) -> Iterator[None]:
+    """Within this context torch's global randomness follows from a generator; libraries draw from nothing else."""
+    if generator is None:
+        yield
+        return
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield

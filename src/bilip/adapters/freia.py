@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import comes_from, is_a, is_unchanged, join_parts, no_inverse, split_parts
-from bilip.adapters._proofs import Joint, rearranged
-from bilip.adapters._scales import AtanExpScale
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters._proofs import AtanExpScale, Joint, rearranged
+from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import (
     AdditiveCoupling,
     AffineCoupling,

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import comes_from, is_a, no_inverse
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import AdditiveCoupling, Bijection, Chain, Split
 
 __all__ = ["MemcnnBlock", "recognise"]

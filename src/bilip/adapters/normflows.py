@@ -20,8 +20,7 @@ from bilip.adapters._inspect import (
     split_parts,
 )
 from bilip.adapters._proofs import rearranged
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.blocks import (
     EXP,
     SIGMOID,

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, no_inverse, require_own_map
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.adapters.torch_distributions import (
     DistributionBase,
     TransformBlock,

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, is_unchanged, require_own_map
-from bilip.adapters._proofs import Joint, rearranged
-from bilip.adapters._scales import SoftclipExpScale
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters._proofs import Joint, SoftclipExpScale, rearranged
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.adapters.torch_distributions import event_log_det, require_inverse
 from bilip.blocks import AffineCoupling, Bijection, Indices, Invert, Permutation
 from bilip.errors import InputError
