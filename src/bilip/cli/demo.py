@@ -25,7 +25,7 @@ def demo(
 ) -> None:
     """Audit three small flows, trained on a checkerboard on [-4, 4]², say what is wrong with one, cure it, and write the page."""
     from bilip import report
-    from bilip.cli.audit import require_page, require_writable
+    from bilip.cli._arguments import require_page, require_writable
     from bilip.demo import run_demo
 
     require_writable(html)
