@@ -66,13 +66,13 @@ def rearranged(
     elif scale_first:
         order = torch.cat((order[rows // 2 :], order[: rows // 2]))
     start = 0 if all_raw else rows // 2
-    twin = copy.deepcopy(last).double().requires_grad_(False)
-    weight, bias = twin.weight[order], twin.bias  # type: ignore[index]
+    ordered = copy.deepcopy(last).double().requires_grad_(False)
+    weight, bias = ordered.weight[order], ordered.bias  # type: ignore[index]
     bias = weight.new_zeros(rows) if bias is None else bias[order]  # type: ignore[index]
     weight[start:] *= raw_factor
     bias[start:] = bias[start:] * raw_factor + raw_offset
-    twin.weight, twin.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
-    return nn.Sequential(*layers[:-1], twin)
+    ordered.weight, ordered.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+    return nn.Sequential(*layers[:-1], ordered)
 
 
 class _OddExpScale(Scale):
@@ -87,7 +87,7 @@ class _OddExpScale(Scale):
 
     @abstractmethod
     def log_derivative(self, s: Tensor) -> Tensor:
-        """Log h'(s)."""
+        """log h'(s)."""
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class _OddExpScale(Scale):
         return Suprema.up(self.log(high), slope, -self.log(low), reciprocal_slope)
 
     def floored(self, eps: float) -> Scale:
-        """Not needed by any library."""
+        """No library floors such a scale, so this raises."""
         raise BilipError(f"{type(self).__name__} has no floor.")
 
 

@@ -1,4 +1,4 @@
-"""The door: whatever a user has, as a bijection from data to latents."""
+"""Whatever model a user has, as a bijection from data to latents."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def adapt(
     model = _unwrapped(model)
     if comes_from(model, "sbi"):
         return _sbi(model, shape)
-    for door in _DOORS:
-        found = door(model, shape)
+    for recognise in _RECOGNISERS:
+        found = recognise(model, shape)
         if found is not None:
             return Adapted(*found)
     if isinstance(model, nn.Sequential) and len(model):
@@ -182,7 +182,7 @@ def _own(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base | Non
     return model, base, "bilip"
 
 
-_DOORS: tuple[Callable[[Any, Sequence[int] | None], tuple[Bijection, Base | None, str] | None], ...] = (
+_RECOGNISERS: tuple[Callable[[Any, Sequence[int] | None], tuple[Bijection, Base | None, str] | None], ...] = (
     _own,
     nflows.recognise,
     freia.recognise,

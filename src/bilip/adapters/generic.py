@@ -131,7 +131,7 @@ class Callables(Foreign):
         """Whether the forward callable has an argument for a context."""
         return self._names["forward"] is not None
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         parts, value = _read(call(self.module, x, context, self._names["forward"]), x)
         if len(parts) > 1:
             self._layout = [tuple(part.shape[1:]) for part in parts]
@@ -144,7 +144,7 @@ class Callables(Foreign):
             self.has_log_det = False
         return parts.joined(), value
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         name = self._names["inverse"]
         if self._layout is None:
             out = call(self.back, z, context, name)
@@ -206,7 +206,7 @@ def _without(function: Callable[..., Any], flag: str) -> Callable[..., Any]:
     """A callable with the signature of another, one argument less."""
 
     def bare(*args: Any, **kwargs: Any) -> None:
-        """Is never called."""
+        """Only its signature is looked at."""
 
     signature = inspect.signature(function)
     bare.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != flag])  # type: ignore[attr-defined]

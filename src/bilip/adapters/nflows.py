@@ -72,10 +72,10 @@ class NflowsBlock(Foreign):
     def _embed(self, context: Tensor | None) -> Tensor | None:
         return context if self.embedding is None or context is None else self.embedding(context)
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return self.module(x, context=self._embed(context))
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return self.module.inverse(z, context=self._embed(context))  # type: ignore[operator]
 
     def reshapes(self) -> bool:
@@ -92,7 +92,7 @@ class NflowsBlock(Foreign):
         width = int(getattr(getattr(self.module, "transform_net", None), "context", 0) or 0)
         return (width,) if width else None
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         module: Any = self.module
         if type(module).__module__.endswith("nflows.transforms.permutations"):
             return Permutation(module._permutation, dim=module._dim)
@@ -140,7 +140,7 @@ _ONE = (F.relu, torch.relu, F.elu, F.leaky_relu, F.softplus, torch.tanh, F.tanh,
 
 
 def certified(net: nn.Module) -> nn.Module:
-    r"""A net that bilip can prove things about.
+    r"""The net with a Lipschitz constant that is proved from its layers.
 
     For `ResidualNet` of nflows the constant is $\|W_{in}\| \prod_k (1 + \|W_{k,2}\| \, \|W_{k,1}\|) \, \|W_{out}\|$;
     other nets come back as they are.
@@ -163,7 +163,7 @@ def certified(net: nn.Module) -> nn.Module:
 
 
 def _block(block: Any) -> float:
-    """Log of the constant of x + W2 act(W1 act(x))."""
+    """Log of the Lipschitz constant of x + W2 act(W1 act(x))."""
     why = None
     kind = type(block)
     if kind.__name__ != "ResidualBlock" or not kind.__module__.endswith("nflows.nn.nets.resnet"):

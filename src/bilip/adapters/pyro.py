@@ -81,10 +81,10 @@ class ConditionalBlock(Foreign):
         require_inverse(transform)
         return transform
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self._condition(context), x, inverse=self.reverse, log_det=log_det)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self._condition(context), z, inverse=not self.reverse, log_det=log_det)
 
 

@@ -99,16 +99,16 @@ class TransformBlock(Foreign):
         super().__init__(Holder(transform), kind=type(transform).__name__)
         self.library, self.reverse = "pyro" if comes_from(transform, "pyro") else "torch", reverse
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self.module.object(), x, inverse=self.reverse, log_det=log_det)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self.module.object(), z, inverse=not self.reverse, log_det=log_det)
 
     def reshapes(self) -> bool:
         return type(self.module.object()).forward_shape is not Transform.forward_shape
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         transform = self.module.object()
         if type(transform) is AffineTransform:
             block: Bijection = ShiftedDiagonal(transform.loc, transform.scale)

@@ -37,7 +37,7 @@ def load_model(target: str, device: str | None = None) -> Adapted:
 
 
 def load_native(target: str, device: str | None = None) -> tuple[object, Adapted]:
-    """The same, with the object of the library itself in front."""
+    """The object of the library itself, and the model that `as_bijection` makes of it."""
     import torch
 
     from bilip.adapters import adapt
