@@ -7,11 +7,12 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "bilip"
 FLOORS = [
-    ["errors", "_capture", "_linalg"],
+    ["errors", "_torch", "_progress", "_linalg"],
     ["bounds", "record", "_project"],
     ["data"],
     ["nets"],
     ["blocks"],
+    ["linalg"],
     ["models", "adapters"],
     ["reversible"],
     ["regularizers"],

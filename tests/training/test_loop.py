@@ -16,7 +16,7 @@ import torch
 
 from bilip import Flow, Reversible, models
 from bilip.blocks import ActNorm
-from bilip.blocks.actnorm import shared_statistics
+from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.objectives import Likelihood

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain, Flow
-from bilip.blocks.reach import Reach, Step
+from bilip.blocks.bijection import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz, said_by
 from bilip.nets.readable import tampered

@@ -16,6 +16,7 @@ from bilip.adapters import Adapted, Base, adapt
 from bilip.auditing.guarded import Call, Outcome, run_guarded
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotMeasured, said_by
+from bilip.linalg.linearized import Linearized
 
 __all__ = ["Subject"]
 
@@ -178,6 +179,12 @@ class Subject:
             raise NotMeasured(found)
         found.tick = self.tick
         return found
+
+    def linearized(
+        self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: Linearized | None = None
+    ) -> Linearized:
+        """The model linearised at points, in float64; `noise` and `like` are as in `Linearized`."""
+        return Linearized(self.twin(torch.float64).parts, x, context, noise=noise, like=like)
 
     def _base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
         """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""

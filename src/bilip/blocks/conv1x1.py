@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip import _linalg
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, exp_up, log_norm, log_of, log_product, log_sum, norms
 from bilip.errors import InputError, NoGlobalBound, PartitionError

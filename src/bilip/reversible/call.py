@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import Flag, capturing
+from bilip._torch import Flag, capturing
 from bilip.blocks import Bijection
 from bilip.blocks.chain import iterated
 from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw

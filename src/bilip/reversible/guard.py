@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip._capture import Flag
+from bilip._torch import Flag
 from bilip.errors import DriftError, InputError
 from bilip.reversible.together import Together
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.blocks.conv1x1 import invert, log_abs_det
 from bilip.reversible.mixing import Matrices, Mixing
 from bilip.reversible.unit import Unit

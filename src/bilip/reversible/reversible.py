@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from bilip._capture import Flag
+from bilip._torch import Flag
 from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
-from bilip.blocks.reach import Reach, Step
+from bilip.blocks.bijection import Reach, Step
 from bilip.bounds import Box
 from bilip.errors import CheckpointError, InputError
 from bilip.nets.readable import is_itself

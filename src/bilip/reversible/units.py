@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.nets.readable import is_itself, is_untouched
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.mixing import Mixing

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip.auditing.probes.jacobian import pull_many
 from bilip.auditing.round_trip import distances, norms, typical_norm
 from bilip.auditing.subject import Subject
 from bilip.blocks import Chain
 from bilip.errors import InputError, NotMeasured
+from bilip.linalg.jacobian import vjp_many
 
 __all__ = ["rounding_tolerance"]
 
@@ -89,7 +89,7 @@ def _magnification(subject: Subject, x: Tensor, context: Tensor | None, floor: f
 
         z = function(h).detach()
         eye = torch.eye(z.numel(), dtype=z.dtype, device=z.device).reshape(-1, *z.shape[1:])
-        jacobian = pull_many(function, h, eye).flatten(1)
+        jacobian = vjp_many(function, h, eye).flatten(1)
         whole = jacobian if whole is None else jacobian @ whole
         smallest = float(torch.linalg.svdvals(whole)[-1])
         total += float(norms(z)) / smallest if smallest > 0 else math.inf

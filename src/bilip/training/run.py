@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bilip.blocks import ActNorm, Residual, Roulette
-from bilip.blocks.actnorm import shared_statistics
+from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError
 from bilip.nets.replay import batch_norms, draws_numbers, frozen_statistics

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import Flag, noting
+from bilip._torch import Flag, noting
 from bilip.blocks import Residual, Roulette
 from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError

@@ -13,15 +13,15 @@ from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
 from bilip.auditing.guarded import run_guarded
 from bilip.auditing.probes.inside import inner_parts
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
+from bilip.linalg.lanczos import largest_singular_value
+from bilip.linalg.linearized import LinearPart
 from bilip.record import Measurement, Quantity
 
 __all__ = ["Blame"]

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.rungs import LADDER, Rung, RungModel
 from bilip.auditing.round_trip import Typical, distances, norms, typical
 from bilip.auditing.subject import Subject
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.linalg.lanczos import largest_singular_value
 from bilip.record import Measurement, Quantity
 
 __all__ = ["Precision", "condition_numbers"]
@@ -240,7 +239,7 @@ def condition_numbers(
         >>> round(float(found), 6)
         8.0
     """
-    at = Linearized(subject, x, context)
+    at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     largest = largest_singular_value(at.apply, at.adjoint, start, steps=steps).value

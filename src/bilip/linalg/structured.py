@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.auditing.probes.jacobian import pull_many, push_many
+from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
+from bilip.linalg.jacobian import jvp_many, vjp_many
 from bilip.nets import MLP, ConvNet, activations
 from bilip.nets.layers import GainConv2d, LayeredNet
 
@@ -223,43 +224,43 @@ class _Triangle:
 
     def apply(self, v: Tensor) -> Tensor:
         v1, v2 = self.part.partition.split(v)
-        moved = self._push(v1)
+        moved = self._jvp(v1)
         return self.part.partition.merge(v1, moved + v2 if self.gain is None else torch.addcmul(moved, self.gain, v2))
 
     def adjoint(self, u: Tensor) -> Tensor:
         u1, u2 = self.part.partition.split(u)
-        return self.part.partition.merge(u1 + self._pull(u2), u2 if self.gain is None else self.gain * u2)
+        return self.part.partition.merge(u1 + self._vjp(u2), u2 if self.gain is None else self.gain * u2)
 
     def solve(self, w: Tensor) -> Tensor:
         w1, w2 = self.part.partition.split(w)
-        rest = w2 - self._push(w1)
+        rest = w2 - self._jvp(w1)
         return self.part.partition.merge(w1, rest if self.gain is None else rest / self.gain)
 
     def solve_adjoint(self, v: Tensor) -> Tensor:
         v1, v2 = self.part.partition.split(v)
         second = v2 if self.gain is None else v2 / self.gain
-        return self.part.partition.merge(v1 - self._pull(second), second)
+        return self.part.partition.merge(v1 - self._vjp(second), second)
 
     # ---- N
 
-    def _push(self, v1: Tensor) -> Tensor:
+    def _jvp(self, v1: Tensor) -> Tensor:
         if len(v1) != len(self.x1):
-            return push_many(self._moved, self.x1, v1)
+            return jvp_many(self._moved, self.x1, v1)
         graph = self._graph()
         if graph.chain is None:
-            shift, *raw = graph.push(v1)
+            shift, *raw = graph.jvp(v1)
         else:
             shift, *raw = self._outputs(graph.chain(v1))
         return shift if self.slope is None else torch.addcmul(shift, self.slope, *raw)
 
-    def _pull(self, u2: Tensor) -> Tensor:
+    def _vjp(self, u2: Tensor) -> Tensor:
         if len(u2) != len(self.x1):
-            return pull_many(self._moved, self.x1, u2)
-        return self._graph().pull([u2] if self.slope is None else [u2, self.slope * u2])
+            return vjp_many(self._moved, self.x1, u2)
+        return self._graph().vjp([u2] if self.slope is None else [u2, self.slope * u2])
 
     def _moved(self, x1: Tensor) -> Tensor:
         """The transformed part as a function of the part that the nets see."""
-        x2, context = _rows(self.x2, x1), None if self.context is None else _rows(self.context, x1)
+        x2, context = rows(self.x2, len(x1)), rows(self.context, len(x1))
         shift, *raw = self._nets(x1, x2, context)
         if isinstance(self.part, AffineCoupling):
             return torch.addcmul(shift, x2, self.part.scale(*raw))
@@ -311,18 +312,18 @@ class _Graph:
     def __init__(self, point: Tensor, outputs: list[Tensor], chain: Callable[[Tensor], Tensor] | None = None) -> None:
         self.point, self.outputs, self.chain = point, outputs, chain
         self.probes: list[Tensor] = []
-        self.pulled: Tensor | None = None
+        self.vjp_of_probes: Tensor | None = None
 
-    def pull(self, directions: list[Tensor]) -> Tensor:
+    def vjp(self, directions: list[Tensor]) -> Tensor:
         return torch.autograd.grad(
             self.outputs, self.point, directions, retain_graph=True, allow_unused=True, materialize_grads=True
         )[0]
 
-    def push(self, direction: Tensor) -> list[Tensor]:
-        if self.pulled is None:
+    def jvp(self, direction: Tensor) -> list[Tensor]:
+        if self.vjp_of_probes is None:
             self.probes = [torch.zeros_like(output, requires_grad=True) for output in self.outputs]
             with torch.enable_grad():
-                self.pulled = torch.autograd.grad(
+                self.vjp_of_probes = torch.autograd.grad(
                     self.outputs,
                     self.point,
                     self.probes,
@@ -330,11 +331,11 @@ class _Graph:
                     allow_unused=True,
                     materialize_grads=True,
                 )[0]
-        if not self.pulled.requires_grad:
+        if not self.vjp_of_probes.requires_grad:
             return [torch.zeros_like(probe) for probe in self.probes]
         return list(
             torch.autograd.grad(
-                self.pulled, self.probes, direction, retain_graph=True, allow_unused=True, materialize_grads=True
+                self.vjp_of_probes, self.probes, direction, retain_graph=True, allow_unused=True, materialize_grads=True
             )
         )
 
@@ -375,8 +376,3 @@ def _chain_of(net: LayeredNet, x1: Tensor, context: Tensor | None) -> Callable[[
 
 def _linear(act: Callable[..., Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return act(v, weight, None)
-
-
-def _rows(given: Tensor, x: Tensor) -> Tensor:
-    """One row serves a point that was repeated."""
-    return given if len(given) == len(x) else given.expand(len(x), *given.shape[1:])

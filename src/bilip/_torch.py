@@ -1,15 +1,66 @@
-"""Steps that are recorded as CUDA graphs: such code may not stop to look at a number, so it raises a flag."""
+"""Small things that every room needs, once: names and halves of dtypes, rows of contexts, transforms, and flags of captured steps.
+
+A step that is recorded as a CUDA graph may not stop to look at a number, so what goes on in it raises a `Flag`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["Flag", "capturing", "noting"]
+__all__ = ["Flag", "capturing", "dtype_name", "half_digits", "is_transformed", "noting", "rows"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without the module in front.
+
+    Example:
+        >>> dtype_name(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def half_digits(dtype: torch.dtype) -> float:
+    """The root of machine epsilon: a relative error that leaves half of the digits of a dtype right, 3.5e-4 in float32.
+
+    Example:
+        >>> half_digits(torch.float64) == 2.0**-26
+        True
+    """
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+@overload
+def rows(context: Tensor, count: int) -> Tensor: ...
+@overload
+def rows(context: Tensor | None, count: int) -> Tensor | None: ...
+def rows(context: Tensor | None, count: int) -> Tensor | None:
+    """A context for each of `count` samples; one context serves a sample that was repeated.
+
+    Example:
+        >>> rows(torch.ones(1, 3), 5).shape, rows(None, 5)
+        (torch.Size([5, 3]), None)
+    """
+    return context if context is None or len(context) == count else context.expand(count, *context.shape[1:])
+
+
+def is_transformed(x: Tensor | None = None) -> bool:
+    """Whether a compiler, torch.func or forward mode is at work; with a tensor, forward mode counts only where that has a tangent.
+
+    Example:
+        >>> is_transformed()
+        False
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return True
+    return forward_ad._current_level >= 0 and (x is None or forward_ad.unpack_dual(x).tangent is not None)
 
 
 def capturing(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from bilip.errors import NotMeasured
 
-__all__ = ["push", "push_many", "pull", "pull_many"]
+__all__ = ["jvp", "jvp_many", "vjp", "vjp_many"]
 
 Map = Callable[[Tensor], Tensor]
 _CHUNK_ENTRIES = 2**24
@@ -18,13 +18,13 @@ _ROWS = 512
 _SMALL_ENTRIES = 2**17  # below, calls cost more than work, and vmap makes calls dearer
 
 
-def push(function: Map, x: Tensor, v: Tensor) -> Tensor:
+def jvp(function: Map, x: Tensor, v: Tensor) -> Tensor:
     r"""$J v$ for a batch: sample by sample its own point and its own direction.
 
     Forward mode where every operation has it, else two backward passes.
 
     Example:
-        >>> push(torch.sin, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
+        >>> jvp(torch.sin, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
         tensor([1., 1.])
     """
     try:
@@ -38,14 +38,16 @@ def push(function: Map, x: Tensor, v: Tensor) -> Tensor:
         point = x.detach().requires_grad_()
         z = _differentiable(function(point))
         probe = torch.zeros_like(z, requires_grad=True)
-        (pulled,) = torch.autograd.grad(z, point, probe, create_graph=True, allow_unused=True, materialize_grads=True)
+        (vjp_of_probe,) = torch.autograd.grad(
+            z, point, probe, create_graph=True, allow_unused=True, materialize_grads=True
+        )
         found = None
-        if pulled.requires_grad:
-            found = torch.autograd.grad(pulled, probe, v, allow_unused=True, materialize_grads=True)[0].detach()
+        if vjp_of_probe.requires_grad:
+            found = torch.autograd.grad(vjp_of_probe, probe, v, allow_unused=True, materialize_grads=True)[0].detach()
     # A backward pass that cannot be differentiated loses the tangent without a word: hold it against the adjoint.
     u = torch.linspace(-1, 1, z[0].numel(), dtype=z.dtype, device=z.device).view_as(z[0]).expand_as(z)
     if found is not None:
-        left, right = (found * u).flatten(1).sum(1), (pull(function, x, u) * v).flatten(1).sum(1)
+        left, right = (found * u).flatten(1).sum(1), (vjp(function, x, u) * v).flatten(1).sum(1)
         scale = found.flatten(1).norm(dim=1) * u.flatten(1).norm(dim=1)
         if bool(((left - right).abs() <= 1e-6 * scale + 1e-30).all()):
             return found
@@ -60,15 +62,15 @@ def _by_rows(function: Map, x: Tensor, v: Tensor, z: Tensor) -> Tensor:
             "an operation of the model has no forward mode and no second derivative, and the model is large"
         )
     eye = torch.eye(outputs, dtype=z.dtype, device=z.device).reshape(outputs, *z.shape[1:])
-    rows = [pull(function, x[k : k + 1].expand(outputs, *x.shape[1:]).clone(), eye).flatten(1) for k in range(len(x))]
+    rows = [vjp(function, x[k : k + 1].expand(outputs, *x.shape[1:]).clone(), eye).flatten(1) for k in range(len(x))]
     return torch.stack([row @ v[k].flatten() for k, row in enumerate(rows)]).reshape(z.shape)
 
 
-def pull(function: Map, x: Tensor, u: Tensor) -> Tensor:
+def vjp(function: Map, x: Tensor, u: Tensor) -> Tensor:
     r"""$J^\top u$ for a batch, one backward pass.
 
     Example:
-        >>> pull(torch.exp, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
+        >>> vjp(torch.exp, torch.zeros(2, 1), torch.ones(2, 1)).flatten()
         tensor([1., 1.])
     """
     with torch.enable_grad():
@@ -77,7 +79,7 @@ def pull(function: Map, x: Tensor, u: Tensor) -> Tensor:
         return torch.autograd.grad(z, point, u.reshape(z.shape), allow_unused=True, materialize_grads=True)[0].detach()
 
 
-def push_many(function: Map, x: Tensor, v: Tensor) -> Tensor:
+def jvp_many(function: Map, x: Tensor, v: Tensor) -> Tensor:
     r"""$J v_k$ for many directions at one point.
 
     For large problems the point is evaluated once and only the tangents are many (`torch.func.vmap`). Small ones, and models
@@ -89,21 +91,21 @@ def push_many(function: Map, x: Tensor, v: Tensor) -> Tensor:
         v: Directions, shape `(many, *shape)`.
 
     Example:
-        >>> push_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
+        >>> jvp_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
         torch.Size([2, 2])
     """
 
     def one(direction: Tensor) -> Tensor:
         return torch.func.jvp(function, (x,), (direction[None],))[1][0]
 
-    return _many(one, lambda points, part: push(function, points, part), x, v)
+    return _many(one, lambda points, part: jvp(function, points, part), x, v)
 
 
-def pull_many(function: Map, x: Tensor, u: Tensor) -> Tensor:
+def vjp_many(function: Map, x: Tensor, u: Tensor) -> Tensor:
     r"""$J^\top u_k$ for many directions at one point, likewise.
 
     Example:
-        >>> pull_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
+        >>> vjp_many(torch.sin, torch.zeros(1, 2), torch.eye(2)).shape
         torch.Size([2, 2])
     """
 
@@ -111,7 +113,7 @@ def pull_many(function: Map, x: Tensor, u: Tensor) -> Tensor:
         z, back, *_ = torch.func.vjp(function, x)
         return back(direction.reshape(z.shape))[0][0]
 
-    return _many(one, lambda points, part: pull(function, points, part), x, u)
+    return _many(one, lambda points, part: vjp(function, points, part), x, u)
 
 
 def _many(one: Map, batch: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:

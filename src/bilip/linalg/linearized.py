@@ -1,20 +1,26 @@
-"""One block linearised at points: products with its Jacobian and with the inverse of that."""
+r"""Blocks and models linearised at points: products with their Jacobians and with the inverses of those.
+
+The composed inverse overflows exactly where its Jacobian is wanted. So each visible block's inverse Jacobian is applied at the
+*stored forward activations*: $J_F^{-1} = J_1^{-1} \cdots J_n^{-1}$, with $J_k$ taken where the forward pass went through block $k$.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bilip import _linalg
-from bilip.auditing.probes.jacobian import pull, pull_many, push, push_many
-from bilip.auditing.probes.structured import Room, Structured, structured
+from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.errors import NotMeasured
+from bilip.linalg.jacobian import jvp, jvp_many, vjp, vjp_many
+from bilip.linalg.structured import Room, Structured, structured
 
-__all__ = ["LinearPart"]
+__all__ = ["LinearPart", "Linearized"]
 
 _WORST_RESIDUAL = 1e-4
 _DENSE = 1024
@@ -78,10 +84,10 @@ class LinearPart:
         self._looked = False
 
     def _forward(self, x: Tensor) -> Tensor:
-        return self.part(x.clone(), _rows(self.context, x))
+        return self.part(x.clone(), rows(self.context, len(x)))
 
     def _inverse(self, z: Tensor) -> Tensor:
-        return self.part.inverse(z.clone(), _rows(self.context, z))
+        return self.part.inverse(z.clone(), rows(self.context, len(z)))
 
     @property
     def moved(self) -> Tensor | None:
@@ -102,7 +108,7 @@ class LinearPart:
             return torch.einsum("...ij,...j->...i", self._matrix(), v)
         if (known := self._structured()) is not None:
             return known.apply(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
-        return self._over(push, push_many, self._forward, self.x, v)
+        return self._over(jvp, jvp_many, self._forward, self.x, v)
 
     def adjoint(self, u: Tensor) -> Tensor:
         r"""$J^\top u$."""
@@ -110,7 +116,7 @@ class LinearPart:
             return torch.einsum("...ji,...j->...i", self._matrix(), u)
         if (known := self._structured()) is not None:
             return known.adjoint(u.reshape(len(u), *self.z.shape[1:])).flatten(1)
-        return self._over(pull, pull_many, self._forward, self.x, u, self.z)
+        return self._over(vjp, vjp_many, self._forward, self.x, u, self.z)
 
     def _structured(self) -> Structured | None:
         """The written-down Jacobian, where there is one that does what autograd does."""
@@ -128,8 +134,8 @@ class LinearPart:
                 # Nothing on trust: a subclass or a hook may have made another map of the block, and a backward pass that
                 # cannot be differentiated loses products without a word.
                 pairs = (
-                    (known.apply(v), push(self._forward, self.x, v)),
-                    (known.adjoint(u), pull(self._forward, self.x, u)),
+                    (known.apply(v), jvp(self._forward, self.x, v)),
+                    (known.adjoint(u), vjp(self._forward, self.x, u)),
                 )
                 if not all(_same(own, differentiated) for own, differentiated in pairs):
                     return None
@@ -151,7 +157,7 @@ class LinearPart:
             )
             points = self.x.repeat_interleave(size, 0)
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
-            columns = push(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
+            columns = jvp(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
         return self._dense
 
@@ -175,7 +181,7 @@ class LinearPart:
         if self._road == "structured" and self._structure is not None:
             return self._structure.solve_adjoint(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
         if self._road == "inverse":
-            return self._over(pull, pull_many, self._inverse, self.z, v, self.x)
+            return self._over(vjp, vjp_many, self._inverse, self.z, v, self.x)
         if self._road == "contraction":
             return self._contract(self.adjoint, v)
         if self._road == "triangle":
@@ -188,7 +194,7 @@ class LinearPart:
         if self._road == "structured" and self._structure is not None:
             return self._structure.solve(w.reshape(len(w), *self.z.shape[1:])).flatten(1)
         if self._road == "inverse":
-            return self._over(push, push_many, self._inverse, self.z, w, self.z)
+            return self._over(jvp, jvp_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
             return self._contract(self.apply, w)
         if self._road == "triangle":
@@ -277,6 +283,89 @@ class LinearPart:
         return act(function, point, v).flatten(1)
 
 
+class Linearized:
+    r"""A model linearised at a batch of points, in float64.
+
+    Args:
+        parts: The blocks of a model with their paths, in the order of the forward pass, as `Bijection.parts` gives them; float64.
+        x: The points.
+        context: Their contexts.
+        noise: Relative size of noise added to every stored activation, to see how far rounding moves a result.
+        like: With noise, the same without: how each block is solved was checked there.
+
+    Attributes:
+        parts: The blocks, linearised where the forward pass met them.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> at = Linearized(real_nvp(2, blocks=2).double().parts(), torch.zeros(1, 2))
+        >>> v = torch.ones(1, 2, dtype=torch.float64)
+        >>> bool(torch.allclose(at.solve(at.apply(v)), v))
+        True
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, Bijection]],
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        noise: float = 0.0,
+        like: Linearized | None = None,
+    ) -> None:
+        x = x.detach().double()
+        context = context.double() if context is not None and context.is_floating_point() else context
+        self.parts: list[LinearPart] = []
+        self.count, self.size = len(x), x[0].numel()
+        generator = torch.Generator().manual_seed(1)
+        room = Room(x.device)
+        for k, (name, part) in enumerate(parts):
+            if noise:
+                x = x * (1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
+            try:
+                linear = LinearPart(part, x, context, name, room=room, like=None if like is None else like.parts[k])
+            except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
+                raise NotMeasured(f"block {name} raised in float64 ({type(error).__name__}: {error})") from error
+            self.parts.append(linear)
+            x = linear.z
+            if x.dtype != torch.float64:
+                raise NotMeasured(
+                    f"block {name} computes in {x.dtype} whatever it is given, so there is no float64 Jacobian"
+                )
+            if not bool(torch.isfinite(x).all()):
+                raise NotMeasured(f"the forward pass is not finite after block {name}, even in float64")
+        self.z = x
+
+    @property
+    def residual(self) -> float:
+        """Sum of the parts' residuals: an estimate of the relative error of an inverse product."""
+        return sum(part.residual for part in self.parts)
+
+    def apply(self, v: Tensor) -> Tensor:
+        """$J_F v$."""
+        for part in self.parts:
+            v = part.apply(v)
+        return v
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        r"""$J_F^\top u$."""
+        for part in reversed(self.parts):
+            u = part.adjoint(u)
+        return u
+
+    def solve(self, w: Tensor) -> Tensor:
+        """$J_F^{-1} w$, block by block."""
+        for part in reversed(self.parts):
+            w = part.solve(w)
+        return w
+
+    def solve_adjoint(self, v: Tensor) -> Tensor:
+        r"""$J_F^{-\top} v$, block by block."""
+        for part in self.parts:
+            v = part.solve_adjoint(v)
+        return v
+
+
 def _is_residual(part: Bijection) -> bool:
     inner = part.block if isinstance(part, OnKept) else part
     return isinstance(inner, Residual)
@@ -300,8 +389,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _random(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-
-
-def _rows(context: Tensor | None, x: Tensor) -> Tensor | None:
-    """The contexts of a batch of points; one context serves a point that was repeated."""
-    return context if context is None or len(context) == len(x) else context.expand(len(x), *context.shape[1:])
