@@ -14,7 +14,6 @@ FLOORS = [
     ["blocks"],
     ["linalg"],
     ["models", "adapters"],
-    ["demo_flows"],
     ["reversible"],
     ["regularizers"],
     ["objectives"],
@@ -22,8 +21,8 @@ FLOORS = [
     ["testing"],
     ["training"],
     ["probes", "cures"],
-    ["recipes"],
-    ["cli", "_pytest_plugin"],
+    ["recipes", "demo"],
+    ["cli", "_pytest_plugin", "demo_flows"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 BESIDE = {"report": {"errors", "record", "figures"}, "figures": {"errors", "record"}}

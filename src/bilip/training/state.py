@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.record import write_aside
-from bilip.record.checksum import UNSEALED, is_whole, seal
-from bilip.record.files import read_file
+from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import read_header
 from bilip.record.plain import parse_json
 

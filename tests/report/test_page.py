@@ -6,11 +6,11 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-import records
 
 from bilip.errors import InputError, MissingExtra
 from bilip.record import AuditRecord, Measurement, Status, Verdict
 from bilip.report import to_html, write_html
+from report import records
 
 EMPTY = {"meta", "link", "img", "br", "path", "circle", "input"}
 

@@ -1,4 +1,4 @@
-"""The door of every verb: whatever goes wrong behind it ends in one line and an exit code."""
+"""How a verb ends: whatever goes wrong in it, in one line and an exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import typer
 
 from bilip.errors import BilipError, Stopped, said_by
 
-__all__ = ["Stop", "door", "end", "last_words"]
+__all__ = ["Stop", "end", "last_words", "with_exit_codes"]
 
 FAULT = 3
 AGAIN = 75
 TERMINATED = 128 + SIGTERM
 
 
-def door(verb: Callable[..., None]) -> Callable[..., None]:
+def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb that takes `--traceback` as well; without it, an error is one line.
 
     The exit code is 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM, 75 for work that was stopped and goes on

@@ -4,12 +4,12 @@ import io
 import math
 
 import pytest
-import records
 from rich.cells import cell_len
 from rich.console import Console
 
 from bilip.record import AuditRecord, Measurement, Quantity, Status, Verdict
 from bilip.report import compare, comparison_markdown, print_comparison, print_terminal, to_markdown
+from report import records
 
 
 def terminal(show, thing, width=80) -> str:

@@ -12,7 +12,8 @@ from rich.console import Console
 from bilip.record import AuditRecord, Histogram, Measurement, Status, Verdict
 from bilip.report import compare, comparison_markdown, print_comparison, print_terminal, sections, to_html, to_markdown
 
-PROBES = [module.name for module in pkgutil.iter_modules(sections.__path__) if module.name != "common"]
+OWN = {module.name for module in pkgutil.iter_modules(sections.__path__)} - {"tables"}
+PROBES = sorted(OWN | set(sections.tables.SECTIONS))
 
 NAMES = st.one_of(
     st.text(max_size=12),

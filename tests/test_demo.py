@@ -1,13 +1,15 @@
 """The flows that ship with the package are the ones that their records describe."""
 
+import importlib
 import math
+import sys
 
 import pytest
 import torch
 
 import train_demo
 from bilip.data import checkerboard
-from bilip.demo_flows import NAMES, how_trained, load_demo_flow
+from bilip.demo import NAMES, how_trained, load_demo_flow
 from bilip.errors import InputError
 
 pytestmark = pytest.mark.numeric
@@ -49,3 +51,11 @@ def test_the_lean_likelihood_is_the_likelihood():
 def test_unknown_names():
     with pytest.raises(InputError, match="there is no demo flow 'glow'; there are affine_sigmoid"):
         load_demo_flow("glow")
+
+
+def test_the_old_name_of_the_module_works_and_says_so(monkeypatch):
+    monkeypatch.delitem(sys.modules, "bilip.demo_flows", raising=False)
+    with pytest.warns(DeprecationWarning, match=r"bilip\.demo_flows is now bilip\.demo"):
+        old = importlib.import_module("bilip.demo_flows")
+    assert old.load_demo_flow is load_demo_flow
+    assert old.NAMES == NAMES

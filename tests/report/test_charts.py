@@ -4,14 +4,14 @@ import json
 import math
 
 import pytest
-import records
 
 from bilip.record import Histogram, Measurement
 from bilip.report import charts
-from bilip.report.charts.scale import LogScale
+from bilip.report.charts import LogScale
 from bilip.report.format import number, power, share
 from bilip.report.sections import attack, blame, precision, spectrum
 from bilip.report.sections import map as error_map
+from report import records
 
 
 def found(record, probe, source=None):
