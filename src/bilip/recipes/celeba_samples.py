@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bilip import figures
-from bilip.recipes import dequantization_attack
+from bilip.recipes import dequantization_attack, figures
 from bilip.recipes.face_flows import TITLES, Config
 from bilip.recipes.flow_tables import percent
 from bilip.recipes.piece import taken

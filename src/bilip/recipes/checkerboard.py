@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 import bilip
-from bilip import Box, Flow, figures, models
+from bilip import Box, Flow, models
 from bilip.data import checkerboard, seed_of
 from bilip.errors import InputError
 from bilip.objectives import Likelihood
 from bilip.probes import Attack
+from bilip.recipes import figures
 from bilip.recipes.checkerboard_lines import ATTACK_RADIUS, TITLES, checkerboard_lines
 from bilip.recipes.config import require
 from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bilip import figures
+from bilip.recipes import figures
 from bilip.recipes.classifier_runs import TABLE, Run
 from bilip.recipes.recipe import Found, Line, Measured
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, leaky_relu, linear, softplus
 from torch.nn.utils.parametrizations import spectral_norm
 
-from bilip import Bijection, Flow, Reversible, figures, models
+from bilip import Bijection, Flow, Reversible, models
 from bilip.data import image_set, seed_of
 from bilip.errors import InputError, TrainingDiverged
-from bilip.recipes import flow_probes
+from bilip.recipes import figures, flow_probes
 from bilip.recipes.cifar10_flow import PRIOR, Dequantized, shrunk_to, skipped_steps
 from bilip.recipes.config import require
 from bilip.recipes.flow_probes import Inputs, Trip

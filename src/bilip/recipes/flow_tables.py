@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilip import figures
+from bilip.recipes import figures
 from bilip.recipes.flow_runs import KINDS, SETS, SOURCES, TITLES, Run
 from bilip.recipes.recipe import Found, Line, Measured
 

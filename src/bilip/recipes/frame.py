@@ -156,7 +156,7 @@ def reproduce(
             )
         found, about = loaded(shares)
     show(name, "drawing the figures", 1.0)
-    from bilip import figures
+    from bilip.recipes import figures
 
     files = []
     for title, figure in recipe.figures(config, found).items():

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilip import figures
-from bilip.recipes import cifar10_classifier
+from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
 from bilip.recipes.piece import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
