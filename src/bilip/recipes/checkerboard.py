@@ -23,9 +23,8 @@ from bilip.objectives import Likelihood
 from bilip.probes import Attack
 from bilip.recipes import figures
 from bilip.recipes.checkerboard_lines import ATTACK_RADIUS, TITLES, checkerboard_lines
-from bilip.recipes.config import require
 from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.training import Task, load_weights, read_log, read_state
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from bilip.objectives import Classification
 from bilip.recipes.classifier_probes import angles, float32_ends, round_trips, singular_ends, trunk_of
 from bilip.recipes.classifier_runs import GRID, TABLE, Run
 from bilip.recipes.classifier_tables import classifier_figures, classifier_lines
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Task, read_log
 

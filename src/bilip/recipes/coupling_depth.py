@@ -19,8 +19,7 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Split
 from bilip.blocks.scale import SigmoidScale
 from bilip.probes import jacobian
 from bilip.recipes import figures
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ import numpy as np
 
 from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
-from bilip.recipes.piece import taken
+from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from bilip.data import seed_of
 from bilip.nets import MLP
 from bilip.objectives import Regression
 from bilip.recipes import figures
-from bilip.recipes.config import require
 from bilip.recipes.plane import condition
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Task, read_log
 

@@ -19,8 +19,7 @@ from bilip.data import ImageBatches, Images, seed_of
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.recipes import figures
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Draw, Settings, Task, train
 
