@@ -7,6 +7,7 @@ with the same configuration, in the folder beside this one, its samples are take
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import dequantization_attack, figures
@@ -59,9 +60,10 @@ class CelebaSamples(Recipe):
         if not work.main:
             return Measured({})
         wanted = {*ROWS, *(f"{name}_broken" for name in ROWS), *CURVES}
-        return Measured(
-            {name: m.numbers[name] for name in NUMBERS if name in m.numbers},
-            {name: value for name, value in m.arrays.items() if name in wanted},
+        return replace(
+            m,
+            numbers={name: m.numbers[name] for name in NUMBERS if name in m.numbers},
+            arrays={name: value for name, value in m.arrays.items() if name in wanted},
         )
 
     def lines(self, config: Config, found: Found) -> list[Line]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import cifar10_flow
@@ -69,7 +70,7 @@ class Ood(Recipe):
             return Measured({})
         numbers = {name: m.numbers[name] for name in NUMBERS if name in m.numbers}
         pictures = {f"{what}_{name}" for what in ("images", "broken") for name in SETS}
-        return Measured(numbers, {name: value for name, value in m.arrays.items() if name in pictures})
+        return replace(m, numbers=numbers, arrays={name: value for name, value in m.arrays.items() if name in pictures})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["table"], []

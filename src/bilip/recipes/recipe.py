@@ -60,10 +60,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one part of a recipe found for one seed: numbers for the record, arrays for the figures."""
+    """What one part of a recipe found for one seed.
+
+    Attributes:
+        numbers: For the record.
+        arrays: For the figures.
+        origin: Where and when it was measured (`device`, `environment`, `date`, `seconds`), if another recipe did; empty for here and now.
+    """
 
     numbers: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 Found = Mapping[int, Mapping[str, Measured]]  # by seed, then by part
