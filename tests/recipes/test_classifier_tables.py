@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from bilip.recipes.cifar10_classifier import RECIPE
-from bilip.recipes.classifier_runs import Run
-from bilip.recipes.classifier_tables import classifier_figures, classifier_lines, curve, shown
+from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
 from bilip.recipes.recipe import Measured
 
 PAPER = RECIPE.paper()

@@ -15,8 +15,7 @@ from bilip.errors import CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
-from bilip.recipes.flow_runs import SETS, SOURCES, Run
-from bilip.recipes.flow_tables import flow_lines, percent
+from bilip.recipes.flow_runs import SETS, SOURCES, Run, flow_lines, percent
 from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse

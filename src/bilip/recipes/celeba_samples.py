@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import dequantization_attack, figures
 from bilip.recipes.face_flows import TITLES, Config
-from bilip.recipes.flow_tables import percent
+from bilip.recipes.flow_runs import percent
 from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 

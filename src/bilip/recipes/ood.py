@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import cifar10_flow
 from bilip.recipes.cifar10_flow import Config
-from bilip.recipes.flow_runs import KINDS, SETS, Run
-from bilip.recipes.flow_tables import lost, percent, reconstruction_figure, runs_of, short
+from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, percent, reconstruction_figure, runs_of, short
 from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
