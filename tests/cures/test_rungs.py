@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exploded import bilip_flow
+from cures.exploded import bilip_flow
 from torch import Tensor, nn
 
 import bilip
