@@ -858,7 +858,7 @@ def _walk_back(
             here = made.at(k)
             bend = None
             for j, ts in enumerate(tangents):
-                product = ends[j] * ts[k]
+                product = ends[j] * ts[k]  # type: ignore[operator]
                 bend = product if bend is None else bend.add_(product)
                 ends[j] = ends[j] * here[1]
             grad, others = part.backward(points[k], here, grad, bend, own[k], needs[k])  # type: ignore[arg-type]
