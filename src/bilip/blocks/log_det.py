@@ -25,6 +25,7 @@ Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 201
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -512,7 +513,7 @@ class Affine:
         )[:2]
 
 
-Remade = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+Look = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -529,18 +530,14 @@ class Activation:
         """The activation of h."""
         raise NotImplementedError
 
-    def slope(self, h: Tensor, *tensors: Tensor) -> Tensor:
-        """Its derivative, entry by entry."""
+    def look(self, h: Tensor, *tensors: Tensor) -> Look:
+        """Its value and its derivative at h, entry by entry, and what else `backward` can use."""
         raise NotImplementedError
-
-    def again(self, h: Tensor, *tensors: Tensor) -> Remade:
-        """Value and slope for a backward pass, and what else `backward` can use."""
-        return self.value(h, *tensors), self.slope(h, *tensors), ()
 
     def backward(
         self,
         h: Tensor,
-        made: Remade,
+        look: Look,
         grad: Tensor | None,
         bend: Tensor | None,
         tensors: Sequence[Tensor],
@@ -563,30 +560,31 @@ class ByAutograd(Activation):
     def value(self, h: Tensor, *tensors: Tensor) -> Tensor:
         return self.function(h)
 
-    def slope(self, h: Tensor, *tensors: Tensor) -> Tensor:
-        return self._derivative(h, graph=False)[1]
+    def look(self, h: Tensor, *tensors: Tensor) -> Look:
+        _, value, slope = self._derivative(h, graph=False)
+        return value.detach(), slope, ()
 
     def backward(
         self,
         h: Tensor,
-        made: Remade,
+        look: Look,
         grad: Tensor | None,
         bend: Tensor | None,
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        found = None if grad is None else grad * made[1]
+        found = None if grad is None else grad * look[1]
         if bend is not None:
-            inner, slope = self._derivative(h, graph=True)
+            inner, _, slope = self._derivative(h, graph=True)
             if slope.requires_grad:  # not where it is constant
                 found = _sum(found, torch.autograd.grad(slope, inner, bend, allow_unused=True)[0])
         return found, ()
 
-    def _derivative(self, h: Tensor, graph: bool) -> tuple[Tensor, Tensor]:
+    def _derivative(self, h: Tensor, graph: bool) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             inner = h.detach().requires_grad_()
             value = self.function(inner)
-            return inner, torch.autograd.grad(value, inner, torch.ones_like(value), create_graph=graph)[0]
+            return inner, value, torch.autograd.grad(value, inner, torch.ones_like(value), create_graph=graph)[0]
 
 
 @dataclass(frozen=True)
@@ -603,42 +601,31 @@ class LipSwish(Activation):
     def value(self, h: Tensor, *tensors: Tensor) -> Tensor:
         return h * torch.sigmoid(h * tensors[0]) / 1.1
 
-    def slope(self, h: Tensor, *tensors: Tensor) -> Tensor:
-        return self._slope(self._inside(h, tensors[0]))
-
-    def again(self, h: Tensor, *tensors: Tensor) -> Remade:
-        u = self._inside(h, tensors[0])
+    def look(self, h: Tensor, *tensors: Tensor) -> Look:
+        u = (h * tensors[0]).clamp_(-1000, 1000)  # the sigmoid is 0 or 1 there, and no infinity times 0 comes up
         s = torch.sigmoid(u)
-        return (h * s).div_(1.1), self._slope(u), (u, s)
+        return (h * s).div_(1.1), _aten.silu_backward(u.new_full((), 1 / 1.1), u), (u, s)
 
     def backward(
         self,
         h: Tensor,
-        made: Remade,
+        look: Look,
         grad: Tensor | None,
         bend: Tensor | None,
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        _, slope, (u, s) = made
-        found, along = None, None
-        if bend is not None:
-            along = _aten.sigmoid_backward(bend, s).mul_(torch.rsub(s, 1, alpha=2).mul_(u).add_(2))  # bend d q
-            found = along * (tensors[0] / 1.1)
-        if grad is not None:
-            found = grad * slope if found is None else found.addcmul_(grad, slope)
-            if needs[0]:
-                own = _aten.sigmoid_backward(grad, s)
-                along = own.mul_(h) if along is None else along.addcmul_(own, h)
-        return found, ((along.mul_(h).sum() / 1.1) if needs[0] and along is not None else None,)
-
-    @staticmethod
-    def _inside(h: Tensor, beta: Tensor) -> Tensor:
-        return (h * beta).clamp_(-1000, 1000)  # the sigmoid is 0 or 1 there, and no infinity times 0 comes up
-
-    @staticmethod
-    def _slope(u: Tensor) -> Tensor:
-        return _aten.silu_backward(u.new_full((), 1 / 1.1), u)
+        _, slope, (u, s) = look
+        if bend is None:
+            if grad is None or not needs[0]:
+                return None if grad is None else grad * slope, (None,)
+            bent = grad * h
+        else:
+            bent = torch.addcmul(u.new_full((), 2.0), u, torch.rsub(s, 1, alpha=2)).mul_(bend)
+            bent = bent if grad is None else bent.addcmul_(grad, h)
+        bent = _aten.sigmoid_backward(bent, s)  # d (bend q + grad h)
+        found = bent * tensors[0] if grad is None else (grad * s).addcmul_(bent, tensors[0])
+        return found.div_(1.1), (bent.mul_(h).sum() / 1.1 if needs[0] else None,)
 
 
 @dataclass(frozen=True)
@@ -667,18 +654,13 @@ class Stack:
         """The same numbers, stored as the layers like it best."""
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
-    def points(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """What every part is given, and the value."""
-        found, value = [], self.turned(x)
+    def steps(self, x: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What every part is given, one after the other, and then the value."""
+        value = self.turned(x)
         for part, own in zip(self.parts, self.split(tensors), strict=True):
-            found.append(value)
+            yield value
             value = part.value(value, *own)
-        require_shape("Residual", "g(x)", value, x)
-        return found, value.contiguous() if self.channels_last else value
-
-    def value(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The map at x."""
-        return self.points(x, tensors)[1]
+        yield value
 
     def is_made(self, k: int) -> bool:
         """Whether what part k is given can be made from what the part before is given, entry by entry."""
@@ -732,8 +714,12 @@ class _Sums:
 
 @torch.no_grad()
 def _sums(stack: Stack, x: Tensor, weights: Sequence[float], v: Tensor, tensors: Sequence[Tensor]) -> _Sums:
-    points, value = stack.points(x, tensors)
-    slopes = _slopes_of(stack, points, tensors)
+    points, slopes, value = [], [], stack.turned(x)
+    for part, own in zip(stack.parts, stack.split(tensors), strict=True):
+        points.append(value)
+        value, slope = part.look(value, *own)[:2] if isinstance(part, Activation) else (part.value(value, *own), None)
+        slopes.append(slope)
+    require_shape("Residual", "g(x)", value, x)
     total, sums, tangents, jvp = x.new_zeros(x.shape[0]), [], [], x
     for probe in v:
         power, neumann = probe, torch.zeros_like(probe)
@@ -750,12 +736,9 @@ def _sums(stack: Stack, x: Tensor, weights: Sequence[float], v: Tensor, tensors:
                 trace = power * jvp  # (v^T J^(k-1)) (J v)
             total = total + signed / k * trace.flatten(1).sum(1)
         sums.append(neumann)
-    return _Sums(value, total / len(v), sums, stack.kept(points), tangents)
-
-
-def _slopes_of(stack: Stack, points: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    whole = zip(stack.parts, points, stack.split(tensors), strict=True)
-    return [part.slope(point, *own) if isinstance(part, Activation) else None for part, point, own in whole]
+    return _Sums(
+        value.contiguous() if stack.channels_last else value, total / len(v), sums, stack.kept(points), tangents
+    )
 
 
 def _stacked_series(
@@ -795,11 +778,15 @@ class _StackedGradient(torch.autograd.Function):
         v, sums = next(saved), [next(saved) for _ in range(ctx.probes)]
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: by autograd
-            pair = _Pair(lambda t: stack.value(t, tensors), v, tuple(sums), None, None, None, True, _Precision(x))
+            pair = _Pair(
+                lambda t: list(stack.steps(t, tensors))[-1], v, tuple(sums), None, None, None, True, _Precision(x)
+            )
             return (*[None] * 4, *_pulled(pair, x, tensors, needed, grads))
-        kept = saved if ctx.keeps else iter(stack.kept(stack.points(x, tensors)[0]))
+        kept = (
+            saved if ctx.keeps else iter(stack.kept(list(itertools.islice(stack.steps(x, tensors), len(stack.parts)))))
+        )
         points = stack.from_kept(stack.turned(x), kept)
-        made = _Made(stack, points, tensors)
+        looks = _Looks(stack, points, tensors)
         pairs = []
         if grads[1] is not None and ctx.terms:
             share = (grads[1] / ctx.probes).view(-1, *[1] * (x.ndim - 1))
@@ -808,23 +795,23 @@ class _StackedGradient(torch.autograd.Function):
                     tangents = stack.from_kept(probe, saved)
                 else:
                     slopes = [
-                        made.at(k)[1] if isinstance(part, Activation) else None for k, part in enumerate(stack.parts)
+                        looks.at(k)[1] if isinstance(part, Activation) else None for k, part in enumerate(stack.parts)
                     ]
                     tangents = stack.tangents(probe, slopes, tensors, last=False)
                 pairs.append((stack.turned(share * neumann), tangents))
-        return (*[None] * 4, *_walk_back(stack, points, tensors, made, grads[0], pairs, needed))
+        return (*[None] * 4, *_walk_back(stack, points, tensors, looks, grads[0], pairs, needed))
 
 
-class _Made:
+class _Looks:
     """Values and slopes of the activations of a stack, made again when they are asked for."""
 
     def __init__(self, stack: Stack, points: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> None:
         self.parts, self.points, self.tensors = stack.parts, points, stack.split(tensors)
-        self.found: dict[int, Remade] = {}
+        self.found: dict[int, Look] = {}
 
-    def at(self, k: int) -> Remade:
+    def at(self, k: int) -> Look:
         if k not in self.found:
-            self.found[k] = self.parts[k].again(self.points[k], *self.tensors[k])  # type: ignore[union-attr, arg-type]
+            self.found[k] = self.parts[k].look(self.points[k], *self.tensors[k])  # type: ignore[union-attr, arg-type]
         return self.found[k]
 
 
@@ -832,7 +819,7 @@ def _walk_back(
     stack: Stack,
     points: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
-    made: _Made,
+    looks: _Looks,
     grad: Tensor | None,
     pairs: Sequence[tuple[Tensor, Sequence[Tensor | None]]],
     needed: Sequence[bool],
@@ -841,9 +828,9 @@ def _walk_back(
 
     Args:
         stack: The map.
-        points: What its parts are given, where that cannot be made from `made`.
+        points: What its parts are given, where that is not the value of an activation before.
         tensors: The tensors of its parts.
-        made: Its activations.
+        looks: Its activations.
         grad: The gradient for the value.
         pairs: Cotangents at the end, each with the tangents before every part.
         needed: Which gradients are needed.
@@ -855,7 +842,7 @@ def _walk_back(
     for k in reversed(range(len(stack.parts))):
         part = stack.parts[k]
         if isinstance(part, Activation):
-            here = made.at(k)
+            here = looks.at(k)
             bend = None
             for j, ts in enumerate(tangents):
                 product = ends[j] * ts[k]  # type: ignore[operator]
@@ -863,9 +850,9 @@ def _walk_back(
                 ends[j] = ends[j] * here[1]
             grad, others = part.backward(points[k], here, grad, bend, own[k], needs[k])  # type: ignore[arg-type]
             found[k] = list(others)
-            del made.found[k]
+            del looks.found[k]
             continue
-        below = made.at(k - 1) if stack.is_made(k) else None
+        below = looks.at(k - 1) if stack.is_made(k) else None
         weight, weight_grad = own[k][0], None
         if grad is not None:
             if len(own[k]) > 1 and needs[k][1]:
