@@ -82,7 +82,7 @@ def test_the_learned_prior_can_be_bounded():
     z, log_det = chain.forward_and_log_det(x)
     assert torch.allclose(chain.inverse(z), x, atol=1e-4)
     assert log_det.shape == (4,)
-    again = models._config.build(chain.config, tensors=100, numbers=10**6)
+    again = models.checkpoint.build(chain.config, tensors=100, numbers=10**6)
     assert [block.scale for block in again if hasattr(block, "scale")][-1] == scale
 
 
