@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bilip.errors import UnknownLipschitz
-from bilip.nets.layers import LayeredNet, flatten, is_plain_linear, linear_size
+from bilip.nets.certify import flatten, is_plain_linear, linear_size
+from bilip.nets.layers import LayeredNet
 
 __all__ = ["Joint", "rearranged"]
 

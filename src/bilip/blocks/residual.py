@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing, is_transformed
+from bilip._torch import capturing, is_transformed, reusing
 from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -18,7 +18,6 @@ from bilip.blocks.log_det import Exact, Roulette, Series
 from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms, shares
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
-from bilip.nets.cache import reusing
 from bilip.nets.layers import Declared
 from bilip.nets.replay import hooks_wait, modes_again
 from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
