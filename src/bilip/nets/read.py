@@ -213,27 +213,26 @@ class Linear:
     fresh = True
     kind = Affine
 
-    def __init__(self, layer: nn.Module, *, own_weight: bool = False) -> None:
-        self.layer, self.own_weight = layer, own_weight
+    slack = 0.0  # how far each entry of the acting weight may be off, relative to it
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer: Any = layer
+
+    def acting(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias with which the layer acts."""
+        return self.layer.weight, getattr(self.layer, "bias", None)
+
+    def cap(self) -> float:
+        """A constant that no parameters exceed."""
+        return math.inf
 
     @functools.cached_property
     def affine(self) -> Affine:
         return self._affine(move=True)
 
     def _affine(self, *, move: bool) -> Affine:
-        layer: Any = self.layer
-        cap, slack, bias = math.inf, 0.0, getattr(layer, "bias", None)
-        if self.own_weight:
-            weight = layer.held_weight()
-            bias = layer.held_bias() if hasattr(layer, "held_bias") else bias
-        elif isinstance(layer, (HeldLinear, HeldConv2d)):
-            weight, cap = layer.held_weight(), layer.coefficient
-        elif isinstance(layer, GainConv2d):
-            gain = (3 * layer.log_gain.double()).exp()
-            weight, slack = layer.weight.double() * gain[:, None, None, None], 8 * EPS
-            bias = None if bias is None else bias.double() * gain
-        else:
-            weight = layer.weight
+        layer = self.layer
+        weight, bias = self.acting()
         if weight.is_complex():
             raise unknown(layer, "has complex weights")
         weight = weight.detach().double()
@@ -250,7 +249,7 @@ class Linear:
                     f"the {name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
                     "Load an earlier checkpoint, or find the step where training diverged."
                 )
-        return self.kind(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(cap), slack)
+        return self.kind(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(self.cap()), self.slack)
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
@@ -258,8 +257,7 @@ class Linear:
         return self.affine.log_norm(shape, outputs, inputs)
 
     def log_cap(self) -> float | None:
-        held = isinstance(self.layer, (HeldLinear, HeldConv2d)) and not self.own_weight
-        return log_of(self.layer.coefficient) if held else None  # type: ignore[arg-type]
+        return None
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return self.affine.apply(box)
@@ -271,6 +269,37 @@ class Linear:
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return self.affine.out_shape(shape)
+
+
+class _Held(Linear):
+    """A layer whose weight is held to a norm."""
+
+    def acting(self) -> tuple[Tensor, Tensor | None]:
+        return self.layer.held_weight(), self.layer.bias
+
+    def cap(self) -> float:
+        return self.layer.coefficient
+
+    def log_cap(self) -> float | None:
+        return log_of(self.layer.coefficient)
+
+
+class _StatesWeight(Linear):
+    """A layer of somebody else that states the weight with which it acts, and perhaps the bias."""
+
+    def acting(self) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        return layer.held_weight(), layer.held_bias() if hasattr(layer, "held_bias") else getattr(layer, "bias", None)
+
+
+class _Gained(Linear):
+    """A convolution times a gain for each output channel."""
+
+    slack = 8 * EPS
+
+    def acting(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias, gain = self.layer.weight, self.layer.bias, (3 * self.layer.log_gain.double()).exp()
+        return weight.double() * gain[:, None, None, None], None if bias is None else bias.double() * gain
 
 
 class Rearranged:
@@ -422,9 +451,13 @@ def reader(layer: nn.Module) -> Reading | None:
 @reader.register(nn.Conv1d)
 @reader.register(nn.Conv2d)
 @reader.register(nn.Conv3d)
+def _(layer: nn.Module) -> Reading:
+    return _checked_conv(layer, Linear)
+
+
 @reader.register(GainConv2d)
 def _(layer: nn.Module) -> Reading:
-    return _checked_conv(layer)
+    return _checked_conv(layer, _Gained)
 
 
 @reader.register(HeldLinear)
@@ -440,10 +473,10 @@ def _(layer: Any) -> Reading:
         (1, 1),
     ):
         raise unknown(layer, "is held for zero padding, one group and no dilation, and one of them was changed")
-    return _checked_conv(layer)
+    return _checked_conv(layer, _Held)
 
 
-def _checked_conv(layer: Any, *, own_weight: bool = False) -> Reading:
+def _checked_conv(layer: Any, reading: type[Linear]) -> Reading:
     """The options of a convolution can be set after it was built; what does not fit together is refused."""
     if not isinstance(layer, nn.Linear):
         if layer.transposed or layer.padding_mode not in ("zeros", "circular", "reflect", "replicate"):
@@ -452,7 +485,7 @@ def _checked_conv(layer: Any, *, own_weight: bool = False) -> Reading:
             around = [p for p in reversed(layer.padding) for _ in range(2)]
             if list(layer._reversed_padding_repeated_twice) != around:
                 raise unknown(layer, "has another padding than it was built with")
-    return Linear(layer, own_weight=own_weight)
+    return reading(layer)
 
 
 @reader.register(nn.Flatten)
@@ -501,7 +534,7 @@ def read(layer: nn.Module) -> Reading:
         why = unstated(kind, [name for name in ("held_weight", "held_bias") if hasattr(kind, name)], nn.Module)
         if why is not None:
             raise unknown(layer, f"has {why}, but inherits the weight that acted without it")
-        return _checked_conv(layer, own_weight=True)
+        return _checked_conv(layer, _StatesWeight)
     if known < len(order):
         why = changed(kind, known)
         if why is not None:
