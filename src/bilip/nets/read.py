@@ -331,7 +331,7 @@ class Rearranged:
 
 
 class _Stated:
-    """A module that states what is proved about it, or whose author does: `Declared`.
+    """A module that states what is proved about it.
 
     What it does not state is found by evaluating a float64 copy: the image of a box lies in the ball around the image of its
     centre, and a value is charged for rounding.
@@ -340,30 +340,26 @@ class _Stated:
     fresh = False
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.net = layer.net if isinstance(layer, Declared) else layer
+        self.layer: Any = layer
+        self.net = layer  # what is evaluated
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
     ) -> float:
-        if isinstance(self.layer, Declared):
-            return log_of(vouched("Declared.lipschitz", self.layer.lipschitz))
-        log = float(self.layer.log_lipschitz(shape, outputs))  # type: ignore[operator]
+        log = float(self.layer.log_lipschitz(shape, outputs))
         if math.isnan(log):
             raise unknown(self.layer, "states NaN as the log of its Lipschitz constant")
         return log
 
     def log_cap(self) -> float | None:
-        if isinstance(self.layer, Declared):
-            return self.log_lipschitz()
-        return self.layer.log_cap() if self._states("log_cap") else None  # type: ignore[operator]
+        return self.layer.log_cap() if self._states("log_cap") else None
 
     def _states(self, name: str) -> bool:
         return getattr(type(self.layer), name, None) is not None
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         if self._states("enclose"):
-            found: Any = self.layer.enclose(box) if context is None else self.layer.enclose(box, context)  # type: ignore[operator]
+            found: Any = self.layer.enclose(box) if context is None else self.layer.enclose(box, context)
             if not isinstance(found, Box):
                 raise unknown(self.layer, f"encloses a box in a {type(found).__name__}, not a bilip.Box")
             return found
@@ -384,7 +380,7 @@ class _Stated:
     ) -> tuple[Tensor, Tensor]:
         if self._states("point"):
             given = () if context is None else (context,)
-            image, found = self.layer.point(value, error, *given)  # type: ignore[operator]
+            image, found = self.layer.point(value, error, *given)
             if image.dtype != torch.float64 or image.shape[:1] != value.shape[:1] or found.shape != error.shape:
                 raise unknown(
                     self.layer,
@@ -400,22 +396,45 @@ class _Stated:
         image = act(value)
         log = self.log_lipschitz()
         constant = math.exp(log) * (1 + 1e-15) if log < 700 else math.inf
-        stated = isinstance(self.layer, Declared) and self.layer.error is not None
-        own = self._own_error(value, image, constant, dtype, 0.0 if stated else _coarseness(act, value, image, dtype))
+        own = self._own_error(value, image, act, constant, dtype)
         return image, torch.where(error > 0, constant * error, 0.0) + own
 
-    def _own_error(self, x: Tensor, image: Tensor, constant: float, dtype: torch.dtype, coarseness: float) -> Tensor:
-        stated = self.layer.error if isinstance(self.layer, Declared) else None
-        if callable(stated):
-            return torch.as_tensor(stated(x)).to(norms(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
-        if stated is not None:
-            return norms(x).new_full((len(x),), vouched("Declared.error", stated))
-        eps = max(torch.finfo(dtype).eps, coarseness)
+    def _own_error(
+        self, x: Tensor, image: Tensor, act: Callable[[Tensor], Tensor], constant: float, dtype: torch.dtype
+    ) -> Tensor:
+        """How far the values at `x` are at most from those in real arithmetic, by rounding in the digits in which they are computed."""
+        eps = max(torch.finfo(dtype).eps, _coarseness(act, x, image, dtype))
         row = max((p[0].numel() for p in self.net.parameters() if p.ndim > 1 and len(p)), default=1)
         return (16 + row) * eps * (1 + norms(image) + constant * norms(x))
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return None
+
+
+class _Vouched(_Stated):
+    """A module whose author states its constant, and perhaps its error."""
+
+    def __init__(self, layer: Declared) -> None:
+        super().__init__(layer)
+        self.net = layer.net
+
+    def log_lipschitz(
+        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
+    ) -> float:
+        return log_of(vouched("Declared.lipschitz", self.layer.lipschitz))
+
+    def log_cap(self) -> float | None:
+        return self.log_lipschitz()
+
+    def _own_error(
+        self, x: Tensor, image: Tensor, act: Callable[[Tensor], Tensor], constant: float, dtype: torch.dtype
+    ) -> Tensor:
+        stated = self.layer.error
+        if callable(stated):
+            return torch.as_tensor(stated(x)).to(norms(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
+        if stated is not None:
+            return norms(x).new_full((len(x),), vouched("Declared.error", stated))
+        return super()._own_error(x, image, act, constant, dtype)
 
 
 def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype: torch.dtype) -> float:
@@ -495,7 +514,7 @@ def _(layer: nn.Flatten) -> Reading | None:
 
 @reader.register(Declared)
 def _(layer: Declared) -> Reading:
-    return _Stated(layer)
+    return _Vouched(layer)
 
 
 for _kind in activations.KNOWN:
