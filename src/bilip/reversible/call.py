@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import Flag, capturing
+from bilip._torch import Flag, capturing, half_digits
 from bilip.blocks import Bijection
 from bilip.blocks.chain import iterated
 from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw
@@ -399,7 +399,7 @@ class Call:
             return
         apart, size = (torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in (z - before, before))
         difference = float((apart / (size + 1e-30)).amax())
-        limit = 10 * math.sqrt(torch.finfo(z.dtype).eps)
+        limit = 10 * half_digits(z.dtype)
         if not difference <= limit and bool(torch.isfinite(before).all()):
             raise DriftError(
                 f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
