@@ -297,6 +297,14 @@ class Watch:
         self.drift, self.worst, self.anchors, self.names = drift, worst, anchors, names
         self.counters.clear()
 
+    def counts(self) -> dict[str, int]:
+        """What is counted on the host, which a replay of a captured step does not do."""
+        return {"steps": self.steps, "repaired": self.repaired, "rest": self.rest}
+
+    def recount(self, counts: Mapping[str, int]) -> None:
+        """Go on from other counts."""
+        self.steps, self.repaired, self.rest = counts["steps"], counts["repaired"], counts["rest"]
+
     def spot_check_within(self, steps: int) -> bool:
         """Whether one is due in the next so many steps."""
         every = self.guard.spot_check

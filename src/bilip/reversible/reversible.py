@@ -202,6 +202,11 @@ class Reversible(Wrapped):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
+    @property
+    def flag(self) -> Flag:
+        """What a captured step raises where it has to be run again."""
+        return self._flag
+
     def drift_flag(self) -> Tensor | None:
         """The largest drift over its limit since the flag was last zeroed, a number on the device; `None` before the first step.
 
