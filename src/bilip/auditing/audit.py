@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from bilip._progress import Progress, silent
+from bilip._torch import dtype_name
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
 from bilip.auditing.float32 import float32_products, uses_tf32
@@ -33,8 +35,6 @@ from bilip.nets.certify import remembering
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
-
-Progress = Callable[[str, float], None]
 
 
 def audit(
@@ -112,7 +112,7 @@ def audit(
         relative=thresholds.limit(subject.eps),
         bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
     )
-    show = progress or (_Line() if share.rank == 0 else _quiet)
+    show = progress or (_Line() if share.rank == 0 else silent)
     with (
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
@@ -444,7 +444,7 @@ def _arithmetic(subject: p.Subject, autocast: torch.dtype | None, tf32: bool | N
         on = torch.is_autocast_enabled(kind)
         yield {
             "tf32": kind == "cuda" and uses_tf32(),
-            "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
+            "autocast": dtype_name(torch.get_autocast_dtype(kind)) if on else "",
         }
 
 
@@ -464,7 +464,7 @@ def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
     return {
         "name": subject.name,
         "library": subject.library,
-        "dtype": str(subject.dtype).removeprefix("torch."),
+        "dtype": dtype_name(subject.dtype),
         "device": subject.device.type,
         "parameters": sum(q.numel() for q in bijection.parameters()),
         "shape": list(source.shape),
@@ -494,10 +494,6 @@ def _device(subject: p.Subject) -> dict[str, str]:
     if subject.device.type != "cuda":
         return {"threads": str(torch.get_num_threads())}
     return {"device": torch.cuda.get_device_name(subject.device), "cuda": str(torch.version.cuda)}
-
-
-def _quiet(text: str, share: float) -> None:
-    """No progress shown."""
 
 
 class _Line:

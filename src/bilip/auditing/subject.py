@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import dtype_name, half_digits
 from bilip.adapters import Adapted, Base, adapt
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
@@ -97,7 +98,7 @@ class Subject:
 
         What a user can bear does not shrink when a model is converted to float64.
         """
-        return math.sqrt(max(self.eps, torch.finfo(torch.float32).eps))
+        return max(half_digits(self.dtype), half_digits(torch.float32))
 
     @property
     def parts(self) -> list[tuple[str, Bijection]]:
@@ -181,7 +182,7 @@ class Subject:
                 found = Subject(Adapted(bijection, self.base_in(dtype, bijection), self.library), self.name)
                 found.copied = True
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
-                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({said_by(error)})"
+                found = f"the model cannot be copied in {dtype_name(dtype)} ({said_by(error)})"
             self._twins[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip._torch import dtype_name
 from bilip.auditing.budget import Budget
 from bilip.auditing.float32 import float32_products
 from bilip.auditing.probes.probe import Probe, Task
@@ -93,7 +94,7 @@ class Precision(Probe):
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
-        own = str(subject.dtype).removeprefix("torch.")
+        own = dtype_name(subject.dtype)
         notes: list[str] = []
         condition = self._condition(subject, batch.x, batch.context, notes)
         sizes = typical(source)
@@ -268,7 +269,7 @@ class Format:
 
 
 def _format(dtype: torch.dtype) -> Format:
-    return Format(str(dtype).removeprefix("torch."), dtype, torch.finfo(dtype).eps)
+    return Format(dtype_name(dtype), dtype, torch.finfo(dtype).eps)
 
 
 FORMATS = (
