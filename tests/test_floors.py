@@ -14,16 +14,15 @@ FLOORS = [
     ["blocks"],
     ["linalg"],
     ["models", "adapters"],
-    ["demo_flows"],
     ["reversible"],
     ["regularizers"],
     ["objectives"],
     ["auditing"],
-    ["probes", "testing"],
+    ["testing"],
     ["training"],
-    ["cures"],
-    ["recipes"],
-    ["cli", "_pytest_plugin"],
+    ["probes", "cures"],
+    ["recipes", "demo"],
+    ["cli", "_pytest_plugin", "demo_flows"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 BESIDE = {"report": {"errors", "record", "figures"}, "figures": {"errors", "record"}}

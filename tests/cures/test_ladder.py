@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exploded import FLOWS, bilip_flow, freia_flow, zuko_maf
 from torch import nn
 
 import bilip
@@ -19,6 +18,7 @@ from bilip.auditing.budget import BUDGETS
 from bilip.cures import RUNGS
 from bilip.cures.rung import Rung
 from bilip.errors import InputError
+from cures.exploded import FLOWS, bilip_flow, freia_flow, zuko_maf
 from in_process import command_line
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)

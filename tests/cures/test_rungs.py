@@ -124,7 +124,7 @@ def test_without_tails_nothing_is_raised_outside():
 
 
 def test_a_model_without_splines_is_skipped_with_the_reason():
-    from exploded import bilip_flow
+    from cures.exploded import bilip_flow
 
     result = bilip.cure(bilip_flow(), torch.randn(256, 4), uses=["inversion"], rungs=["replacements"], budget=BUDGET)
     assert result.tried[0].outcome == "skipped"

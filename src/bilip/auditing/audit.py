@@ -27,7 +27,7 @@ from bilip.auditing.share import Share
 from bilip.auditing.subject import ENDED
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
-from bilip.data.loader import is_loader
+from bilip.data.convert import is_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
 from bilip.errors import BilipError, InputError, NotMeasured, said_by

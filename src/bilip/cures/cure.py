@@ -104,7 +104,7 @@ class Cure:
 
     Example:
         >>> import bilip, torch
-        >>> from bilip.demo_flows import load_demo_flow
+        >>> from bilip.demo import load_demo_flow
         >>> result = bilip.cure(load_demo_flow("affine_half"), torch.rand(1000, 2) * 8 - 4)
         >>> result.status
         'not needed'
@@ -294,7 +294,7 @@ def cure(
 
     Example:
         >>> import bilip, torch
-        >>> from bilip.demo_flows import load_demo_flow
+        >>> from bilip.demo import load_demo_flow
         >>> flow = load_demo_flow("affine_sigmoid")
         >>> data = torch.rand(1000, 2) * 8 - 4
         >>> result = bilip.cure(flow, data, ood=["uniform:2"], uses=["ood-inversion"])

@@ -22,8 +22,7 @@ from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.models._config import build, config_of, remembers
 from bilip.record import write_aside
-from bilip.record.checksum import UNSEALED, is_whole, seal
-from bilip.record.files import read_file
+from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import Header, read_header
 from bilip.record.plain import parse_json
 
