@@ -155,7 +155,7 @@ class Likelihood(Probe):
                 tally.skipped.clear()
             self.progress(test.progress)
         if tally.unknown and not tally.draws and self._open(tally, test):
-            tally.climb(reference.subject, self.digits, self.progress)
+            tally.compute_more_digits(reference.subject, self.digits, self.progress)
         return tally.finding(self, source, test, spread, base=subject.base is not None, own=reference.own)
 
     def _open(self, tally: _Tally, test: SequentialTest) -> bool:
@@ -310,7 +310,7 @@ class _Tally:
             at = rows.nonzero().flatten()[wrong]
             self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
 
-    def climb(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
+    def compute_more_digits(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
         """Compute a few samples without a stable reference with more digits."""
         digits = None
         for x, context, value in self.unsure[:most]:

@@ -113,8 +113,8 @@ class Precision(Probe):
         if not rows:
             raise NotMeasured("; ".join(notes))
         names = [fmt.name for fmt in FORMATS]
-        climb = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
-        cure = next((str(r["rung"]) for r in climb if r["well"]), "none")
+        upwards = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
+        cure = next((str(r["rung"]) for r in upwards if r["well"]), "none")
         well = [str(r["rung"]) for r in rows if r["well"]]
         lowest = well[-1] if well else "none"
         values = {"cure": cure, "lowest": lowest, "own": own, "samples": len(batch), "condition": condition}
