@@ -1,21 +1,30 @@
-"""Running a recipe: parts and seeds, one after the other or side by side, resumed where they were stopped."""
+"""Running a recipe: parts and seeds, one after the other or side by side, resumed where they were stopped.
+
+Side by side, each part has a process of its own. `concurrent.futures` is not used for it: there a part that has begun cannot be asked to
+save and stop, one process that dies ends all the others and nobody says which part it was, and children outlive a parent that is killed.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import queue
 import shlex
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import InputError, Stopped
-from bilip.recipes.config import configured, differences, nearest
-from bilip.recipes.piece import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
-from bilip.recipes.recipe import SIZES, Line, Recipe
+from bilip.errors import BilipError, InputError, Stopped
+from bilip.recipes.parts import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
+from bilip.recipes.recipe import SIZES, Line, Recipe, configured, differences, nearest
 from bilip.record import environment, read_json, to_plain, write_json
 
-__all__ = ["Outcome", "find", "names", "reproduce"]
+__all__ = ["Outcome", "find", "names", "reproduce", "side_by_side"]
 
 MODULES = {
     "coupling_depth": "bilip.recipes.coupling_depth",
@@ -31,6 +40,8 @@ MODULES = {
     "flow_gan": "bilip.recipes.flow_gan",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
+GRACE = 5.0  # seconds after Ctrl-C in which pieces may end by themselves, before they are asked to
+Do = Callable[[Any, Callable[[str, float], None]], None]
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ def reproduce(
             )
         found, about = loaded(shares)
     show(name, "drawing the figures", 1.0)
-    from bilip import figures
+    from bilip.recipes import figures
 
     files = []
     for title, figure in recipe.figures(config, found).items():
@@ -225,8 +236,6 @@ def _work(recipe, config, device, shares, jobs, deadline, data, show, fabric) ->
     pieces = [Piece(recipe, part, seed, config, shares[part, seed], device, deadline, place) for part, seed in missing]
     try:
         if jobs > 1 and len(pieces) > 1:
-            from bilip.recipes.pool import side_by_side
-
             side_by_side(do, pieces, jobs, show, deadline)
             return
         for piece in pieces:
@@ -307,3 +316,136 @@ def _command(
     words = ["bilip", "reproduce", name, "--size", size, "--seeds", ",".join(map(str, seeds)), "--device", device]
     words += ["--devices", str(devices)] if devices > 1 else []
     return shlex.join(words + [word for change in changes for word in ("--set", change)])
+
+
+# ---- side by side
+
+
+def side_by_side(
+    do: Do,
+    pieces: Sequence[Any],
+    jobs: int,
+    show: Progress,
+    deadline: float | None = None,
+) -> None:
+    """Run `do(piece, progress)` for every piece, so many at a time.
+
+    The first error ends the other pieces and is raised here; Ctrl-C, SIGTERM and errors let them save first.
+
+    Args:
+        do: A function at the top level of a module.
+        pieces: Each with a `title`.
+        jobs: How many at a time.
+        show: Called here with title, text and share whenever a piece reports.
+        deadline: When no piece is begun any more, in the seconds of `time.time()`.
+
+    Raises:
+        Stopped: Some pieces have stopped at the deadline, or were not begun.
+    """
+    context = multiprocessing.get_context("spawn")
+    reports, waiting, running = context.Queue(), list(pieces), {}
+    stopped = ""
+    before = _on_sigterm(_ended)
+    try:
+        while waiting or running:
+            if waiting and deadline is not None and time.time() >= deadline:
+                waiting, stopped = [], stopped or "the time is up."
+            while waiting and len(running) < jobs:
+                piece = waiting.pop(0)
+                running[piece.title] = context.Process(target=_one, args=(do, piece, reports))
+                running[piece.title].start()
+            dead = [title for title, process in running.items() if not process.is_alive()]  # before their last words
+            if _listen(reports, running, show):
+                stopped = "the time is up."
+            for title in dead:
+                if title in running:
+                    raise BilipError(
+                        f"the process of {title!r} ended with exit code {running[title].exitcode}, perhaps for want of memory. "
+                        "Run the command again: it goes on from the last checkpoint. --jobs 1 needs less at once."
+                    )
+    except KeyboardInterrupt:
+        end = time.monotonic() + GRACE
+        for process in running.values():  # by a terminal they were interrupted too, and save
+            process.join(timeout=max(0.0, end - time.monotonic()))
+        raise
+    finally:
+        _on_sigterm(before)
+        for process in running.values():
+            process.terminate()  # a piece in training saves first
+        for process in running.values():
+            process.join(timeout=60)
+            process.kill()
+            process.join()
+    if stopped:
+        raise Stopped(stopped)
+
+
+def _listen(reports: Any, running: dict[str, Any], show: Progress) -> bool:
+    """Show all that was reported, after a moment at most, and take leave of what has ended; whether some piece stopped at the deadline."""
+    stopped = False
+    for title, kind, *words in _heard(reports):
+        if kind == "failed":
+            running.pop(title).join(timeout=20)  # killed as it leaves, it would take the lock of the queue along
+            raise words[0]
+        show(title, *words)
+        if kind in ("done", "stopped"):
+            stopped = stopped or kind == "stopped"
+            running.pop(title).join()
+    return stopped
+
+
+def _ended(number: int, frame: object) -> None:
+    raise Stopped("stopped by SIGTERM.")
+
+
+def _on_sigterm(handler: Any) -> Any:
+    """Set what SIGTERM does here, in the main thread, and give back what it did."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+def _one(do: Do, piece: Any, reports: Any) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _on_sigterm(_ended)  # in training, the loop's own
+    last = 0.0
+
+    def progress(text: str, share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.3:
+            last = time.monotonic()
+            reports.put((piece.title, "working", text, share))
+
+    try:
+        do(piece, progress)
+    except KeyboardInterrupt:
+        return
+    except Stopped as why:
+        reports.put((piece.title, "stopped", str(why), 0.0))
+        return
+    except BilipError as error:
+        reports.put((piece.title, "failed", error))
+        return
+    except Exception as error:
+        reports.put((piece.title, "failed", BilipError(f"{piece.title} failed: {type(error).__name__}: {error}")))
+        raise
+    reports.put((piece.title, "done", "done", 1.0))
+
+
+def _leave_with_parent() -> None:
+    """A piece whose parent was killed must not go on beside the one that takes its place."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _heard(reports: Any) -> list[tuple]:
+    """All that was reported, after a moment at most."""
+    found = []
+    try:
+        found.append(reports.get(timeout=0.2))
+        while True:
+            found.append(reports.get_nowait())
+    except queue.Empty:
+        return found

@@ -15,8 +15,8 @@ from PIL import Image
 
 from bilip import figures
 from bilip.errors import InputError, MissingExtra
-from bilip.figures import style
-from bilip.figures.ticks import linear_ticks, log_ticks, number
+from bilip.recipes.figures import style
+from bilip.recipes.figures.style import linear_ticks, log_ticks, number
 
 NAN, INF = float("nan"), float("inf")
 MINUS = "\N{MINUS SIGN}"

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def do(piece: Piece, progress: Callable[[str, float], None], fabric: Any = None)
     stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": recipe.defining(piece.config)}
     stamp |= {"device": device_name(piece.device), "environment": environment(), "date": today()}
     stamp |= {"seconds": time.perf_counter() - began, "arrays": list(m.arrays), "numbers": dict(m.numbers)}
+    stamp |= m.origin
     write_json(piece.folder / "measured.json", stamp)
 
 
@@ -191,7 +192,9 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
 
 
 def taken(recipe: Recipe, part: str, config: Any, work: Work) -> Measured | None:
-    """The same run of another recipe, with the same configuration, from the folder beside the one that works here; `None` without one."""
+    """The same run of another recipe, with the same configuration, from the folder beside the one that works here, with its origin; `None`
+    without one.
+    """
     here = work.folder.resolve()
     if len(here.parents) < 5 or here.parents[2].name != "pieces":
         return None
@@ -199,8 +202,11 @@ def taken(recipe: Recipe, part: str, config: Any, work: Work) -> Measured | None
     if not (there / f"{size}-seed{work.seed}-{part}.json").exists():
         return None
     found, about = kept(there, size, recipe)
-    then, now = to_plain(about[work.seed][part]["config"]), to_plain(recipe.defining(config))
-    return found[work.seed][part] if all(now.get(key) == value for key, value in then.items()) else None
+    origin = about[work.seed][part]
+    then, now = to_plain(origin.pop("config")), to_plain(recipe.defining(config))
+    if any(now.get(key) != value for key, value in then.items()):
+        return None
+    return replace(found[work.seed][part], origin=origin)
 
 
 def device_name(device: str) -> str:
