@@ -198,8 +198,8 @@ def test_norms_and_images_are_computed_once_for_all_statements_about_a_coupling(
     assert len({tuple(w.shape) for w in norms}) < len(norms)
     assert len(images) == 2 * 2 * 3  # on two boxes for each question
     # Asked alone the numbers are the same, bit for bit.
-    for given, kept in zip((box, other, box), found, strict=True):
-        alone = model.bounds(given)
+    for asked, kept in zip((box, other, box), found, strict=True):
+        alone = model.bounds(asked)
         assert (alone.log_forward, alone.log_inverse) == (kept.log_forward, kept.log_inverse)
     coupling = next(part for part in model.modules() if type(part).__name__ == "AffineCoupling")
     inside = Box(-0.5, 0.5, shape=(12, 4, 4))

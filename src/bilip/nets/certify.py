@@ -68,7 +68,13 @@ def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -
     memo, total = _MEMO.get(), 0.0
     for index, (layer, reading) in enumerate(zip(_layers(net), readings, strict=True)):
         rows, inputs = outputs if index == len(readings) - 1 else None, columns if index == 0 else None
-        key = ("layer", id(layer), shape, _ends(rows), _ends(inputs))  # all but the last serve every part of the outputs
+        key = (
+            "layer",
+            id(layer),
+            shape,
+            _ends(rows),
+            _ends(inputs),
+        )  # all but the last serve every part of the outputs
         if memo is None or key not in memo:
             found = layer, reading.log_lipschitz(shape, rows, inputs), reading.out_shape(shape)
             if memo is not None:
@@ -164,7 +170,9 @@ def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> B
     memo = _MEMO.get()
     if memo is None:
         return _ball_and_interval(net, box, context)
-    known = memo.setdefault(("image", id(net)), [])  # of the last two boxes: a block asks for both of them once for each statement
+    known = memo.setdefault(
+        ("image", id(net)), []
+    )  # of the last two boxes: a block asks for both of them once for each statement
     for _, old, given, image in known:
         if _same(old, box) and _same(given, context):
             return image

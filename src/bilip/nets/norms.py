@@ -107,7 +107,9 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
 
     def halved(a: Tensor) -> tuple[Tensor, Tensor]:
         """Divide by the size, and return it too."""
-        if a.is_complex():  # pairs of real numbers: divisions and absolute values of complex ones take several times as long
+        if (
+            a.is_complex()
+        ):  # pairs of real numbers: divisions and absolute values of complex ones take several times as long
             pairs = torch.view_as_real(a)
             size = pairs.flatten(-3).norm(dim=-1).clamp_min(tiny)
             return torch.view_as_complex(pairs / size[..., None, None, None]), size

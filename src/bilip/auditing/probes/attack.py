@@ -159,6 +159,7 @@ class Attack(Probe):
             )
             try:
                 METHODS[method](hunt)
+                hunt.settle()
                 runs[method] = AttackRun.of(method, hunt, limit)
             except NotMeasured as why:
                 notes.append(f"{method} not measured: {why}")
