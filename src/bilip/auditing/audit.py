@@ -135,9 +135,9 @@ def audit(
             some = next(iter(stream.batches(64, limit=64, dtype=torch.float64)))
             share.agree(f"source {stream.name!r}", (some.x, some.context))
 
-        def measured(task: tuple[p.Probe, Source], begun: int) -> _Done:
+        def measured(task: tuple[p.Probe, Source, int | None], begun: int) -> _Done:
             nonlocal stopped
-            probe, stream = task
+            probe, stream, piece = task
             if share.interrupted and not keep_interrupted:
                 raise KeyboardInterrupt
             stopped = stopped or share.interrupted
@@ -148,13 +148,13 @@ def audit(
             try:
                 show(text, min(1.0, done / len(plan)))
                 with subject.watched(clock.check), _told(probe, _moving(clock, show, text, done, len(plan))):
-                    found = probe.find(subject, _at_failing(probe, stream, failing))
+                    found = probe.find(subject, _at_failing(probe, stream, failing), piece=piece)
                 if clock.rang:  # a part of what it measures may be missing
                     return _Done(Measurement(probe.name, stream.name, reason=clock.reason))
                 lost = found.failing
                 if lost is not None and share.size > 1:  # it travels
                     lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
-                return _Done(found.measurement, lost)
+                return _Done(found.measurement, lost, piece=found.piece)
             except KeyboardInterrupt:
                 if not keep_interrupted:
                     raise
@@ -164,11 +164,23 @@ def audit(
 
         def work(tasks: list[tuple[p.Probe, Source]]) -> None:
             nonlocal stopped
-            # What is measured once takes longest: another process does the rest meanwhile.
-            order = sorted(range(len(tasks)), key=lambda k: share.size > 1 and tasks[k][0].scope != "data")
-            for done in share.all_of(tasks, order, measured):
+            pieces = [q.pieces if share.size > 1 else 1 for q, _ in tasks]
+            units = [
+                (*task, k if count > 1 else None)
+                for task, count in zip(tasks, pieces, strict=True)
+                for k in range(count)
+            ]
+            # The longest first, and what is measured once: another process does the rest meanwhile.
+            first = sorted(range(len(units)), key=lambda k: (-units[k][0].load, units[k][0].scope != "data"))
+            every = iter(share.all_of(units, first if share.size > 1 else range(len(units)), measured))
+            for (probe, stream), count in zip(tasks, pieces, strict=True):
+                found = [next(every) for _ in range(count)]
+                done = next((one for one in found if one.measurement.reason), found[0])
+                if count > 1 and not done.measurement.reason:
+                    source = _at_failing(probe, stream, failing)
+                    done = _Done(probe.find(subject, source, pieces=[one.piece for one in found]).measurement)
                 measurements.append(done.measurement)
-                stopped = stopped or done.stopped
+                stopped = stopped or any(one.stopped for one in found)
                 if done.failing is not None:
                     failing.setdefault(done.measurement.source, done.failing)
 
@@ -218,6 +230,7 @@ class _Done:
     measurement: Measurement
     failing: Batch | None = None
     stopped: bool = False
+    piece: Any = None
 
 
 class _Clock:
