@@ -172,6 +172,7 @@ class _Done:
     measurement: Measurement
     failing: Batch | None = None
     stopped: bool = False
+    piece: Any = None
 
 
 @dataclass
@@ -223,17 +224,29 @@ class _Run:
         return self.clock.rang or any(m.reason == self.clock.reason for m in self.measurements if m.reason)
 
     def _all_of(self, tasks: list[tuple[p.Probe, Source]]) -> None:
-        # What is measured once takes longest: another process does the rest meanwhile.
-        order = sorted(range(len(tasks)), key=lambda k: self.share.size > 1 and tasks[k][0].scope != "data")
-        for done in self.share.all_of(tasks, order, self._one):
+        """Measure some tasks. Several processes divide the probes that come in pieces, and put these together."""
+        several = self.share.size > 1
+        pieces = [probe.pieces if several else 1 for probe, _ in tasks]
+        units = [
+            (*task, k if count > 1 else None) for task, count in zip(tasks, pieces, strict=True) for k in range(count)
+        ]
+        # The longest first, and what is measured once: another process does the rest meanwhile.
+        order = sorted(range(len(units)), key=lambda k: (-units[k][0].load, units[k][0].scope != "data"))
+        every = iter(self.share.all_of(units, order if several else range(len(units)), self._one))
+        for (probe, stream), count in zip(tasks, pieces, strict=True):
+            found = [next(every) for _ in range(count)]
+            done = next((one for one in found if one.measurement.reason), found[0])
+            if count > 1 and not done.measurement.reason:
+                source = _at_failing(probe, stream, self.failing)
+                done = _Done(probe.find(self.subject, source, pieces=[one.piece for one in found]).measurement)
             self.measurements.append(done.measurement)
-            self.stopped = self.stopped or done.stopped
+            self.stopped = self.stopped or any(one.stopped for one in found)
             if done.failing is not None:
                 self.failing.setdefault(done.measurement.source, done.failing)
 
-    def _one(self, task: tuple[p.Probe, Source], begun: int) -> _Done:
-        """One probe on one source; `begun` counts the tasks of its group before it."""
-        probe, stream = task
+    def _one(self, task: tuple[p.Probe, Source, int | None], begun: int) -> _Done:
+        """One probe, or a piece of it, on one source; `begun` counts the tasks of its group before it."""
+        probe, stream, piece = task
         if self.share.interrupted and not self.keep_interrupted:
             raise KeyboardInterrupt
         self.stopped = self.stopped or self.share.interrupted
@@ -249,7 +262,8 @@ class _Run:
         try:
             self.show(text, min(1.0, done / len(self.plan)))
             with self.subject.watched(self.clock.check):
-                found = probe.find(self.subject, _at_failing(probe, stream, self.failing), progress=moved)
+                source = _at_failing(probe, stream, self.failing)
+                found = probe.find(self.subject, source, piece=piece, progress=moved)
         except KeyboardInterrupt:
             if not self.keep_interrupted:
                 raise
@@ -260,7 +274,7 @@ class _Run:
         lost = found.failing
         if lost is not None and self.share.size > 1:  # it travels
             lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
-        return _Done(found.measurement, lost)
+        return _Done(found.measurement, lost, piece=found.piece)
 
 
 class _Clock:

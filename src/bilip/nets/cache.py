@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing, is_transformed
+from bilip._torch import capturing, is_transformed, keeping
 
 __all__ = ["EvalCache", "is_plain", "reusing"]
 
@@ -43,6 +43,8 @@ class EvalCache:
     def get_all(self, owner: nn.Module, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
         """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
         learns = torch.is_grad_enabled() and weight.requires_grad
+        if keeping() and capturing(weight) and not (owner.training or learns) and self._holds(weight, computes):
+            return [self._kept[1][compute] for compute in computes]  # type: ignore[index]
         if (owner.training and not _REUSING.get()) or learns or not is_plain(weight):
             self.clear()
             return [compute(weight) for compute in computes]
@@ -54,6 +56,14 @@ class EvalCache:
             if compute not in values:
                 values[compute] = compute(weight)
         return [values[compute] for compute in computes]
+
+    def _holds(self, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> bool:
+        """Whether there are values for a weight like this one, whose numbers cannot be read."""
+        if self._kept is None or is_transformed():
+            return False
+        key, values = self._kept
+        alike = key.device == weight.device and key.dtype == weight.dtype and key.shape == weight.shape
+        return alike and all(compute in values for compute in computes)
 
     def clear(self) -> None:
         """Keep nothing."""

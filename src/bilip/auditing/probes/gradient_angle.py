@@ -62,6 +62,7 @@ class GradientAngle(Probe):
     name = "gradient_angle"
     scope = "data"
     place = 92
+    load = 1
     quantities = (
         Quantity(
             "share_non_finite",

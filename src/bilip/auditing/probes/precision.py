@@ -64,6 +64,7 @@ class Precision(Probe):
     scope = "failing"
     only_failing = True
     place = 60
+    load = 2
     quantities = (
         Quantity("cure", "first precision in which all is well", "text"),
         Quantity("own", "the model's own precision", "text"),
