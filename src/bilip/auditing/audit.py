@@ -273,7 +273,7 @@ class _Run:
             return _Done(Measurement(probe.name, stream.name, reason=self.clock.reason))
         lost = found.failing
         if lost is not None and self.share.size > 1:  # it travels
-            lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
+            lost = lost.cpu()
         return _Done(found.measurement, lost, piece=found.piece)
 
 

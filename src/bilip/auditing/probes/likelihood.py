@@ -237,7 +237,7 @@ def _as_stated(subject: Subject, source: Source, part: float) -> None:
 
 def _spread(subject: Subject, batch: Batch) -> float:
     """Median standard deviation of log p over draws; 0 for a model that draws nothing, as a few samples tell."""
-    few = Batch(batch.x[:_FEW], None if batch.context is None else batch.context[:_FEW], batch.start)
+    few = batch.take(slice(_FEW))
     apart = _apart(subject, few)
     if not len(apart) or bool((apart > 0).any()):
         apart = _apart(subject, batch)
@@ -308,7 +308,7 @@ class _Tally:
         wrong = bad | unknown
         if bool(wrong.any()) and sum(map(len, self.failing)) < 256:
             at = rows.nonzero().flatten()[wrong]
-            self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
+            self.failing.append(batch.take(at))
 
     def compute_more_digits(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
         """Compute a few samples without a stable reference with more digits."""
@@ -330,10 +330,7 @@ class _Tally:
     ) -> Finding:
         values = torch.cat(self.values)
         finite = values[torch.isfinite(values)]
-        contexts = [b.context for b in self.failing if b.context is not None]
-        failing = None
-        if self.failing:
-            failing = Batch(torch.cat([b.x for b in self.failing]), torch.cat(contexts) if contexts else None, 0)
+        failing = Batch.joined(self.failing) if self.failing else None
         notes = [] if base else ["the model has no base distribution: the log-determinant stands for log p"]
         notes += self.notes
         if self.referenced < self.count:

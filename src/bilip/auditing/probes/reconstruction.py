@@ -197,9 +197,8 @@ class _Tally:
         """How many bad samples were tried again in float64, how many of them are bad there, and the samples."""
         if not self.failing:
             return 0, 0, None
-        contexts = [b.context for b in self.failing if b.context is not None]
-        x, context = torch.cat([b.x for b in self.failing])[:_TRIED], torch.cat(contexts)[:_TRIED] if contexts else None
-        failing = Batch(x, context, 0)
+        failing = Batch.joined(self.failing).take(slice(_TRIED))
+        x, context = failing.x, failing.context
         try:
             reference = Reference(subject)
             if reference.own:

@@ -351,11 +351,9 @@ class _Tally:
         """Bad samples as the reference decodes them, for a closer look."""
         if not self.kept:
             return None
-        contexts = [b.context for b in self.kept if b.context is not None]
-        x = torch.cat([b.x for b in self.kept])
-        keep = torch.isfinite(x.flatten(1)).all(1)
-        context = torch.cat(contexts)[keep] if contexts else None
-        return Batch(x[keep], context, 0) if bool(keep.any()) else None
+        whole = Batch.joined(self.kept)
+        finite = torch.isfinite(whole.x.flatten(1)).all(1)
+        return whole.take(finite) if bool(finite.any()) else None
 
     def values(self) -> dict[str, Any]:
         return {
