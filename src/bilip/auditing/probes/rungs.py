@@ -78,10 +78,11 @@ class RungModel:
         model = subject if rung.dtype == subject.dtype else subject.twin(rung.dtype)
         self.reference = model.twin(torch.float64)
         self.subject = model.twin(torch.float32) if self.emulated else model
+        self._taken = self.subject.dtype  # looked up once: it is asked for after every block
 
     def enter(self, x: Tensor) -> Tensor:
         """A tensor rounded to the rung, in the dtype that its model takes; integers, such as labels, stay."""
-        return x.to(self.rung.dtype).to(self.subject.dtype) if x.is_floating_point() else x
+        return x.to(self.rung.dtype).to(self._taken) if x.is_floating_point() else x
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """Z = F(x) on this rung."""
