@@ -312,10 +312,11 @@ class FormatModel:
         model = subject if fmt.dtype == subject.dtype else subject.copy_in(fmt.dtype)
         self.reference = model.copy_in(torch.float64)
         self.subject = model.copy_in(torch.float32) if self.emulated else model
+        self._dtype = self.subject.dtype  # looked up once: it is asked for after every block
 
     def enter(self, x: Tensor) -> Tensor:
         """A tensor rounded to the format, in the dtype that its model takes; integers, such as labels, stay."""
-        return x.to(self.fmt.dtype).to(self.subject.dtype) if x.is_floating_point() else x
+        return x.to(self.fmt.dtype).to(self._dtype) if x.is_floating_point() else x
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """F(x) in this format."""
