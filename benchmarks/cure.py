@@ -526,8 +526,8 @@ def figure(folder: Path) -> None:
     """Errors before and after, per source."""
     from matplotlib.figure import Figure
 
-    from bilip.figures.save import save
-    from bilip.figures.style import house
+    from bilip.recipes.figures.style import save
+    from bilip.report.plot import house
 
     path = folder / "small.json"
     if not path.exists():

@@ -18,14 +18,15 @@ FLOORS = [
     ["regularizers"],
     ["objectives"],
     ["auditing"],
-    ["probes", "testing"],
+    ["testing"],
     ["training"],
-    ["cures"],
+    ["probes", "cures"],
     ["recipes", "demo"],
+    ["figures"],
     ["cli", "_pytest_plugin", "demo_flows"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
-BESIDE = {"report": {"errors", "record", "figures"}, "figures": {"errors", "record"}}
+BESIDE = {"report": {"errors", "record"}}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or not p.name.startswith("__"))
 
 
@@ -79,7 +80,7 @@ def test_light_core():
 
     for path in FILES:
         if (
-            room_of(path) in ("cli", "report", "figures", "training", "recipes", "adapters", "_pytest_plugin")
+            room_of(path) in ("cli", "report", "training", "recipes", "adapters", "_pytest_plugin")
             or path.name == "fused.py"
         ):
             continue

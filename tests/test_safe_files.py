@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import bilip
 from bilip import models
 from bilip.data import as_source
-from bilip.data.pickles import load_plain
+from bilip.data.images import load_plain
 from bilip.errors import BilipError, InputError, RecordError
 from bilip.record import AuditRecord, read_json, write_aside
 from bilip.record.files import UNSEALED, is_whole, open_regular, read_file, seal

@@ -1,5 +1,6 @@
-"""The classifiers' recipe at a size of seconds, on images that are written here."""
+"""Classifiers at a size of seconds, on images that are written here: their recipe, what is said of them, gradient angles, and timing."""
 
+import dataclasses
 import json
 import math
 
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 
 from bilip.errors import CheckpointError, InputError, Stopped
-from bilip.recipes import cifar10_classifier, reproduce
+from bilip.recipes import Measured, cifar10_classifier, gradient_angles, regularizer_timing, reproduce
 from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
-from bilip.recipes.classifier_runs import Run
+from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log, read_state, run
@@ -34,6 +35,8 @@ TINY = {
     "angle_batches": 2,
 }
 CHANGES = [f"{name}={value}" for name, value in TINY.items()]
+PAPER = RECIPE.paper()
+TIMING = regularizer_timing.Config(side=8, levels=1, blocks=1, hidden=4, batch=4, warm=2, steps=2, rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_stopped_and_resumed_it_ends_as_if_it_was_not(data, tmp_path, monkeypatc
     parts = ["affine-conv1x1-fd"]
     reproduce("cifar10_classifier", out=tmp_path / "whole", changes=CHANGES, parts=parts, data=data)
     clock = iter([0.0] * 9 + [math.inf])
-    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
         reproduce("cifar10_classifier", out=tmp_path / "cut", changes=CHANGES, parts=parts, data=data, minutes=1e6)
     monkeypatch.undo()
@@ -174,3 +177,230 @@ def test_the_worst_of_some_images():
     lost = cifar10_classifier.worst({"condition": [nan], "sigma_min": [nan], "sigma_max": [nan]})
     assert lost["condition"] == math.inf
     assert math.isnan(lost["sigma_min"])
+
+
+# ---- what is said of classifiers, on runs that are made up
+
+
+def made_up(*, epochs=20, accuracy=0.8, condition=100.0, lost=0.0, loss=0.5, **more):
+    numbers = {
+        "epochs": epochs,
+        "steps": 10 * epochs,
+        "diverged": "",
+        "test_accuracy": accuracy,
+        "error_mean": math.inf if lost else 1e-3,
+        "share_non_finite": lost,
+        "invertible": not lost,
+        "condition": condition,
+        "sigma_min": 1 / condition,
+        "sigma_max": 1.0,
+        "spectra": {"condition": [condition, 1.0], "sigma_min": [1 / condition, 1.0], "sigma_max": [1.0, 1.0]},
+        "train": {"cross_entropy": loss},
+        "guard": {"worst_angle": 1e-4, "repaired": 3, "steps": 200},
+    }
+    columns = ("condition", "sigma_min", "sigma_max", "test_accuracy", "error_mean", "share_non_finite")
+    curves = {f"log_{name}": np.array([1.0, math.nan if name in columns[:3] else 0.5, 2.0]) for name in columns}
+    return Measured(numbers | more, {"log_step": np.array([0.0, 50.0, 100.0]), **curves})
+
+
+def judged(parts, *words):
+    """The one line that begins so."""
+    lines = classifier_lines({0: parts}, PAPER)
+    (line,) = [line for line in lines if all(word in line.what for word in words)]
+    return line
+
+
+AS_IN_THE_PAPER = {
+    "affine-conv1x1-none": made_up(lost=0.3, condition=1e16),
+    "affine-conv1x1-fd": made_up(accuracy=0.79),
+    "affine-conv1x1-nf": made_up(condition=1e4, loss=0.55),
+    "affine-conv1x1-guarded": made_up(lost=0.2, accuracy=0.805),
+    "additive-conv1x1-none": made_up(condition=1e5),
+}
+
+
+def test_rows_stand_beside_those_of_the_paper():
+    line = judged(AS_IN_THE_PAPER, "affine conv, none, 20 epochs")
+    assert line.paper.startswith("not invertible, 89.07 %, error inf, cond 8.6e14, SV 1.9e-12 to 1.7e3")
+    assert line.ours.startswith("not invertible, 80.00 %, error inf (30 % not finite), cond 1.0e16")
+    assert line.holds is True
+    assert judged({"affine-conv1x1-none": made_up()}, "affine conv, none").holds is False
+    line = judged(AS_IN_THE_PAPER, "affine conv, none, guarded, 20")
+    assert (line.paper, line.holds) == ("", None)
+    assert judged({"affine-conv1x1-nf1e-3-e10": made_up(epochs=10)}, "NF 1e-3, 10 epochs").paper.startswith(
+        "invertible, 83.28 %"
+    )
+
+
+def test_what_regularizers_cost_and_gain():
+    line = judged(AS_IN_THE_PAPER, "FD against none", "accuracy")
+    assert (line.paper, line.ours, line.holds) == ("+0.40 points", "-1.00", True)
+    assert not judged(
+        AS_IN_THE_PAPER | {"affine-conv1x1-fd": made_up(accuracy=0.78)}, "FD against none", "accuracy"
+    ).holds
+    line = judged(AS_IN_THE_PAPER, "FD against none", "condition")
+    assert (line.paper, line.ours, line.holds) == ("12.7", "14.0", True)
+    line = judged(
+        AS_IN_THE_PAPER | {"affine-conv1x1-none": made_up(lost=1.0, condition=math.inf)},
+        "NF against none",
+        "condition",
+    )
+    assert (line.ours, line.holds) == ("inf", True)
+    weak = AS_IN_THE_PAPER | {"affine-conv1x1-none": made_up(condition=1e4)}
+    assert not judged(weak, "FD against none", "condition").holds
+    assert not [
+        line for line in classifier_lines({0: AS_IN_THE_PAPER}, PAPER) if "additive conv, FD against" in line.what
+    ]
+
+
+def test_only_runs_of_one_length_are_compared():
+    parts = {"affine-conv1x1-none": made_up(epochs=20), "affine-conv1x1-fd1e-4-e10": made_up(epochs=10)}
+    assert not [line for line in classifier_lines({0: parts}, PAPER) if "against none" in line.what]
+    parts["affine-conv1x1-none-e10"] = made_up(epochs=10, condition=1e16, lost=0.1)
+    assert judged(parts, "FD against none", "accuracy").what.endswith("10 epochs")
+
+
+@pytest.mark.parametrize(
+    ("part", "made", "words", "holds"),
+    [
+        ("affine-conv1x1-fd5e-5", made_up(lost=0.1), ("FD at 5e-5",), True),
+        ("affine-conv1x1-fd5e-5", made_up(), ("FD at 5e-5",), False),
+        ("affine-conv1x1-nf1e-3", made_up(accuracy=0.75), ("NF at 1e-3",), True),
+        ("affine-conv1x1-nf1e-3", made_up(accuracy=0.79), ("NF at 1e-3",), False),
+        ("affine-conv1x1-fd-every5", made_up(), ("FD every 5 steps",), True),
+        ("affine-conv1x1-fd-inverse", made_up(lost=0.5), ("FD of the inverse alone",), False),
+        ("affine-conv1x1-nf", made_up(loss=0.6), ("training loss",), True),
+        ("affine-conv1x1-nf", made_up(loss=0.3), ("training loss",), False),
+    ],
+)
+def test_what_the_paper_says_in_prose(part, made, words, holds):
+    assert judged(AS_IN_THE_PAPER | {part: made}, *words).holds is holds
+
+
+def test_the_guarded_run_is_shown():
+    line = judged(AS_IN_THE_PAPER, "guarded memory-saving gradients")
+    assert line.ours == "+0.50; 1.0e-04, nan; 3 of 200"
+    found = made_up(lost=0.2, accuracy=0.805)
+    found.arrays["log_angle_guarded"] = np.array([math.nan, 1e-6, 5e-4])
+    found.arrays["log_angle_remaining"] = np.array([math.nan, 1e-6, 2e-6])
+    line = judged(AS_IN_THE_PAPER | {"affine-conv1x1-guarded": found}, "guarded memory-saving gradients")
+    assert line.ours == "+0.50; 5.0e-04, 2.0e-06; 3 of 200"
+    assert line.key
+
+
+def test_a_run_that_diverged_is_a_row():
+    parts = AS_IN_THE_PAPER | {
+        "affine-conv1x1-fd": Measured({"epochs": 20, "steps": 200, "diverged": "training diverged"})
+    }
+    line = judged(parts, "affine conv, FD 1e-4, 20 epochs")
+    assert (line.ours, line.holds) == ("training diverged", None)
+    assert not [line for line in classifier_lines({0: parts}, PAPER) if "FD against none" in line.what]
+
+
+def test_seeds_stand_side_by_side():
+    lines = classifier_lines({0: AS_IN_THE_PAPER, 1: {"affine-conv1x1-none": made_up()}}, PAPER)
+    line = next(line for line in lines if line.what == "affine conv, none, 20 epochs")
+    assert line.ours.count(";") == 1
+    assert line.holds is False
+
+
+def test_curves_have_what_was_measured_and_the_end():
+    epochs, values = curve(AS_IN_THE_PAPER["affine-conv1x1-none"], "condition")
+    assert epochs == [0.0, 10.0, 20]
+    assert values == [1.0, 2.0, 1e16]
+    assert curve(AS_IN_THE_PAPER["affine-conv1x1-none"], "test_accuracy") == ([0.0, 5.0, 10.0], [1.0, 0.5, 2.0])
+    drawn = classifier_figures({0: AS_IN_THE_PAPER})
+    assert set(drawn) == {"nf", "fd", "affine"}
+
+
+def test_runs_in_words():
+    names = (
+        "affine-conv1x1-fd",
+        "additive-shuffle-nf1e-3-e5",
+        "affine-conv1x1-fd-inverse-every5",
+        "affine-conv1x1-guarded",
+    )
+    assert [shown(Run.of(name)) for name in names] == [
+        "affine conv, FD 1e-4",
+        "additive shuffle, NF 1e-3",
+        "affine conv, FD 1e-4 inverse every 5",
+        "affine conv, none, guarded",
+    ]
+
+
+# ---- what regularizers cost, and how far memory-saving gradients turn
+
+
+def test_every_row_is_timed_and_shown(tmp_path):
+    changes = [f"{name}={value}" for name, value in dataclasses.asdict(TIMING).items()]
+    outcome = reproduce("regularizer_timing", out=tmp_path, changes=changes)
+    rows = read_json(tmp_path / "ours.json")["runs"]["quick"]["measured"]["0"]["timing"]["rows"]
+    assert set(rows) == set(regularizer_timing.ROWS)
+    assert all(row["milliseconds"] > 0 for row in rows.values())
+    assert [line.paper for line in outcome.lines[:4]] == ["281.0 s", "854.1 s", "406.6 s", "354.6 s"]
+    assert [path.name for path in outcome.figures] == ["overhead-quick.png"]
+
+
+@pytest.mark.parametrize("name", list(regularizer_timing.BARE))
+def test_bare_steps_are_captured(name, tmp_path, device, monkeypatch):
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+        monkeypatch.setattr(
+            regularizer_timing.torch.optim.Adam, "__init__", _plain(regularizer_timing.torch.optim.Adam)
+        )
+    row = regularizer_timing.BARE[name]
+    assert regularizer_timing.bare(row, TIMING, Work(tmp_path, device=device.type))["milliseconds"] > 0
+
+
+def _plain(kind):
+    """Adam without what a CPU does not have."""
+    original = kind.__init__
+
+    def start(self, parameters, *, fused, capturable, **options):
+        assert fused
+        assert capturable
+        original(self, parameters, fused=True, **options)
+
+    return start
+
+
+def turned(angles, lost):
+    steps = np.array([0.0, 10.0, 20.0, 30.0])
+    arrays = {"log_step": steps, "log_angle": np.array(angles), "log_angle_lost": np.array(lost)}
+    return Measured({"epochs": 3, "steps": 30}, arrays)
+
+
+def test_what_is_said_of_angles():
+    found = {0: dict.fromkeys(gradient_angles.TITLES, turned([1e-6, math.nan, 1e-5, 1e-4], [0.0, math.nan, 0.0, 0.0]))}
+    lines = gradient_angles.RECIPE.lines(None, found)
+    assert [line.holds for line in lines] == [True, False, True, True]  # affine is expected to fail
+    assert lines[0].ours == "up to 1.0e-04, never NaN"
+    found[0]["affine-conv1x1-none"] = turned([1e-6, 1e-3, math.nan, math.nan], [0.0, 0.0, 0.5, 1.0])
+    found[0]["affine-conv1x1-nf"] = turned([1e-6, 1e-3, 0.5, 1e-3], [0.0, 0.0, 0.0, 0.0])
+    lines = gradient_angles.RECIPE.lines(None, found)
+    assert [line.holds for line in lines] == [True, True, True, False]
+    assert lines[1].ours == "up to 1.0e-03, NaN from epoch 2 on"
+    assert set(gradient_angles.RECIPE.figures(None, found)) == {"introduction", "regularized"}
+
+
+def test_angles_are_taken_from_the_classifiers_beside(data, tmp_path, monkeypatch):
+    part = ["affine-conv1x1-none"]
+    reproduce("cifar10_classifier", out=tmp_path / "cifar10_classifier", changes=CHANGES, parts=part, data=data)
+    trained = []
+    original = type(cifar10_classifier.RECIPE).run
+    monkeypatch.setattr(
+        type(cifar10_classifier.RECIPE), "run", lambda self, *args: trained.append(args) or original(self, *args)
+    )
+    reproduce("gradient_angles", out=tmp_path / "gradient_angles", changes=CHANGES, parts=part, data=data)
+    assert not trained
+    reproduce("gradient_angles", out=tmp_path / "alone" / "gradient_angles", changes=CHANGES, parts=part, data=data)
+    assert len(trained) == 1
+    taken, alone = (
+        json.loads((folder / "gradient_angles" / "parts" / f"quick-seed0-{part[0]}.json").read_text())
+        for folder in (tmp_path, tmp_path / "alone")
+    )
+    assert taken["arrays"] == alone["arrays"]
+    assert taken["numbers"] == alone["numbers"]
+    other = [change.replace("epochs=3", "epochs=2") for change in CHANGES]
+    reproduce("gradient_angles", out=tmp_path / "gradient_angles2", changes=other, parts=part, data=data)
+    assert len(trained) == 2  # another configuration is another run

@@ -15,12 +15,11 @@ from bilip.errors import CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
-from bilip.recipes.flow_runs import SETS, SOURCES, Run
-from bilip.recipes.flow_tables import flow_lines, percent
-from bilip.recipes.piece import kept
+from bilip.recipes.flow_runs import SETS, SOURCES, Run, flow_lines, percent
+from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
-from bilip.record import read_json
+from bilip.record import read_json, write_json
 from bilip.training import Draw, read_state, run
 from bilip.training.step import CapturedStep
 from recorded import play_graphs_on_the_cpu
@@ -135,6 +134,20 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
         reproduce("ood", out=folder.parent / "ood2", changes=other, parts=["affine"], data=data)
 
 
+def test_what_is_taken_says_where_and_when_it_was_measured(measured, data, tmp_path):
+    folder, _ = measured
+    origin = {"device": "A GPU", "environment": {"torch": "1.0"}, "date": "2020-02-02", "seconds": 1234.5}
+    source = read_json(folder / "parts" / "quick-seed0-affine.json") | origin
+    (tmp_path / "cifar10_flow" / "parts").mkdir(parents=True)
+    write_json(tmp_path / "cifar10_flow" / "parts" / "quick-seed0-affine.json", source)
+    reproduce("ood", out=tmp_path / "ood", changes=CHANGES, parts=["affine"], data=data)
+    taken = read_json(tmp_path / "ood" / "parts" / "quick-seed0-affine.json")
+    assert {name: taken[name] for name in origin} == origin
+    assert taken["recipe"] == "ood"
+    run = read_json(tmp_path / "ood" / "ours.json")["runs"]["quick"]
+    assert (run["device"], run["environment"], run["seconds_of_work"]) == ("A GPU", {"torch": "1.0"}, 1234.5)
+
+
 @pytest.fixture(scope="module")
 def residual(data, tmp_path_factory):
     """A run of the residual flow, and the OOD table that takes it."""
@@ -213,7 +226,7 @@ def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypa
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
     clock = iter([0.0] * 6 + [math.inf])
-    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
         reproduce("cifar10_flow", out=tmp_path, changes=CHANGES, parts=["affine"], data=data, minutes=1e6)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import torch
 
 from bilip.blocks import AffineCoupling, DiagonalScaling, Split
 from bilip.errors import NotConverged
-from bilip.recipes import Measured, Work, checkerboard, checkerboard_lines, coupling_depth, find, regression_2d
+from bilip.recipes import Measured, Work, checkerboard, coupling_depth, find, regression_2d
 from bilip.recipes.plane import condition, grid, round_trip_errors
 from bilip.record import read_json
 
@@ -106,8 +106,8 @@ def test_checkerboard_sees_a_broken_inverse():
             block.t.layers[-1].bias[1] = -60.0  # every block multiplies by about 1e-26
     numbers, arrays = checkerboard.measure(flow.eval(), torch.zeros(3, 2), TINY)
     assert numbers["outside"]["share_above_1"] == 1
-    assert checkerboard_lines._worst(numbers) > 1
-    assert not checkerboard_lines._holds("residual", numbers)
+    assert checkerboard._worst(numbers) > 1
+    assert not checkerboard._holds("residual", numbers)
     assert np.isnan(arrays["error"]).any() or (arrays["error"] > 1).all()
 
 
@@ -157,7 +157,7 @@ def flow_numbers(outside, inside=1e-6, broken=0.0, density=0.0, ratio=3.0):
 
 def judged(*seeds):
     found = {
-        k: {part: Measured(numbers) for part, numbers in zip(checkerboard_lines.TITLES, seed, strict=True)}
+        k: {part: Measured(numbers) for part, numbers in zip(checkerboard.TITLES, seed, strict=True)}
         for k, seed in enumerate(seeds)
     }
     return [line.holds for line in checkerboard.RECIPE.lines(checkerboard.QUICK, found) if line.holds is not None]

@@ -7,13 +7,13 @@ with the same configuration, in the folder beside this one, its samples are take
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bilip import figures
-from bilip.recipes import dequantization_attack
+from bilip.recipes import dequantization_attack, figures
 from bilip.recipes.face_flows import TITLES, Config
-from bilip.recipes.flow_tables import percent
-from bilip.recipes.piece import taken
+from bilip.recipes.flow_runs import percent
+from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ class CelebaSamples(Recipe):
         if not work.main:
             return Measured({})
         wanted = {*ROWS, *(f"{name}_broken" for name in ROWS), *CURVES}
-        return Measured(
-            {name: m.numbers[name] for name in NUMBERS if name in m.numbers},
-            {name: value for name, value in m.arrays.items() if name in wanted},
+        return replace(
+            m,
+            numbers={name: m.numbers[name] for name in NUMBERS if name in m.numbers},
+            arrays={name: value for name, value in m.arrays.items() if name in wanted},
         )
 
     def lines(self, config: Config, found: Found) -> list[Line]:

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
+from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
-from bilip import Guard, Reversible, models
+from bilip import Bijection, Guard, Reversible, models
 from bilip.data import ImageBatches, Images, image_set, seed_of
-from bilip.errors import InputError, TrainingDiverged
+from bilip.errors import InputError, NotMeasured, TrainingDiverged
 from bilip.models import Classifier
 from bilip.objectives import Classification
-from bilip.recipes.classifier_probes import angles, float32_ends, round_trips, singular_ends, trunk_of
-from bilip.recipes.classifier_runs import GRID, TABLE, Run
-from bilip.recipes.classifier_tables import classifier_figures, classifier_lines
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.probes import extremes, jacobian
+from bilip.recipes.classifier_runs import GRID, TABLE, Run, classifier_figures, classifier_lines
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
+from bilip.reversible import angle
 from bilip.training import Task, read_log
 
 if TYPE_CHECKING:
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RECIPE", "Config"]
 
+CHUNK = 1000
+STEPS = 100  # of Lanczos' method, at most
+Batches = Callable[[int, int], tuple[Tensor, Tensor]]
 MEAN, STD = (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)
 FIRST = 192  # the test image whose singular values the original code follows; the others come after it
 LIMIT = 1.0  # of the mean reconstruction error of what is called invertible; a whole image has a norm of about 55
@@ -412,6 +414,102 @@ class Looks:
     def images(self, count: int) -> Tensor:
         """The test images whose singular values are measured."""
         return self.test.plain(FIRST, FIRST + count)[0]
+
+
+# ---- errors, singular values, and the angle of memory-saving gradients
+
+
+def trunk_of(model: Classifier) -> Bijection:
+    """The bijection itself, whatever computes its gradients."""
+    trunk = model.trunk
+    return trunk.bijection if isinstance(trunk, Reversible) else trunk
+
+
+@torch.no_grad()
+def round_trips(model: Classifier, batches: Batches, count: int, inverted: int) -> tuple[dict[str, float], Tensor]:
+    """Accuracy and cross-entropy on `count` images, and how the first `inverted` of them come back.
+
+    Returns:
+        Numbers: `test_accuracy`, `test_cross_entropy`, `error_mean` (over all images: Inf or NaN if one is), `error_median`,
+        `error_worst`, `error_finite` (mean of those that are finite), `share_non_finite`. And the errors, L2 norms of one image each in
+        normalised pixels, float64.
+    """
+    trunk, right, nats, errors = trunk_of(model), 0.0, 0.0, []
+    for start in range(0, count, CHUNK):
+        x, y = batches(start, min(start + CHUNK, count))
+        z = trunk(x)
+        logits = model.head(z)
+        right += float((logits.argmax(1) == y).double().sum())
+        nats += float(cross_entropy(logits.double(), y, reduction="sum"))
+        if (left := inverted - start) > 0:
+            back = trunk.inverse(z[:left])
+            errors.append((back.double() - x[:left].double()).flatten(1).norm(dim=1))
+    error = torch.cat(errors)
+    finite = torch.isfinite(error)
+    known = torch.where(finite, error, math.inf)
+    return {
+        "test_accuracy": right / count,
+        "test_cross_entropy": nats / count,
+        "error_mean": float(error.mean()),
+        "error_median": float(known.median()),
+        "error_worst": float(known.max()),
+        "error_finite": float(error[finite].mean()) if bool(finite.any()) else math.nan,
+        "share_non_finite": float((~finite).double().mean()),
+    }, error
+
+
+def singular_ends(model: Bijection, x: Tensor) -> dict[str, list[float]]:
+    r"""Largest and smallest singular value of the Jacobian at each image, in float64, by Lanczos' method on it and on its inverse.
+
+    Returns:
+        Lists, one entry for each image: `sigma_max`, `sigma_min`, `sigma_min_error` (relative: what the method left open, and the
+        effect of rounding) and `condition`. NaN where float64 is not enough either.
+    """
+    names = ("sigma_max", "sigma_min", "sigma_min_error", "condition")
+    try:
+        found = extremes(model, x, steps=STEPS, tolerance=1e-4)
+    except NotMeasured:
+        if len(x) == 1:
+            return {name: [math.nan] for name in names}
+        each = [singular_ends(model, one) for one in x.split(1)]  # so that one image does not cost the others theirs
+        return {name: [ends[name][0] for ends in each] for name in names}
+    several = (found.sigma_max, found.sigma_min, found.sigma_min_error, found.sigma_max / found.sigma_min)
+    return {name: values.tolist() for name, values in zip(names, several, strict=True)}
+
+
+def float32_ends(model: Bijection, x: Tensor) -> dict[str, float]:
+    """What a decomposition in float32 of the Jacobian in float32 states for one image, as the original code had it."""
+    values = torch.linalg.svdvals(jacobian(model, x, dtype=torch.float32))
+    top, bottom = float(values[0]), float(values[-1])
+    return {"sigma_max": top, "sigma_min": bottom, "condition": top / bottom if bottom > 0 else math.inf}
+
+
+def angles(
+    model: Classifier, batches: Iterable[tuple[Tensor, Tensor]], *, guarded: bool = False, keep_signs: bool = False
+) -> list[float]:
+    """The angle in radians between the stored gradient of the classification loss and the memory-saving one, for each batch.
+
+    In evaluation mode, over the parameters of the trunk, both gradients in the model's own dtype and the angle in float64. NaN where the
+    memory-saving gradient is not finite. `guarded=False` is the bare walk. A guard begins with what that of the model knows by now, and
+    leaves it alone. With `keep_signs` every ReLU stands on the side of the forward pass: what is missing then was no drift.
+    """
+    inner = trunk_of(model)
+    walk = Reversible(inner, Guard() if guarded else None, keep_signs=keep_signs)
+    if guarded and isinstance(model.trunk, Reversible):
+        walk.load_guard_state(model.trunk.guard_state())
+    parameters = [p for p in inner.parameters() if p.requires_grad]
+    found = []
+    for x, y in batches:
+        stored, saving = (_gradients(trunk, model.head, x, y, parameters) for trunk in (inner, walk))
+        good = all(bool(torch.stack([g.isfinite().all() for g in grads]).all()) for grads in (stored, saving))
+        found.append(angle(saving, stored) if good else math.nan)
+    return found
+
+
+def _gradients(trunk: Bijection, head, x: Tensor, y: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    with torch.enable_grad():
+        loss = cross_entropy(head(trunk(x)), y)
+        return torch.autograd.grad(loss, parameters)
 
 
 RECIPE = Cifar10Classifier()

@@ -27,11 +27,9 @@ from bilip.errors import DataNotFound, InputError, TrainingDiverged
 from bilip.objectives import Likelihood
 from bilip.recipes import flow_probes
 from bilip.recipes.cifar10_classifier import shrunk
-from bilip.recipes.config import require
 from bilip.recipes.flow_probes import NOISE, Inputs, Trip
-from bilip.recipes.flow_runs import GLOWS, SETS, SOURCES, Run
-from bilip.recipes.flow_tables import flow_figures, flow_lines
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.flow_runs import GLOWS, SETS, SOURCES, Run, flow_figures, flow_lines
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, share_terms, solved_inverse
 from bilip.training import Draw, Task, read_log, read_state
 

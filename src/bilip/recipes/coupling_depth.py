@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from bilip import Chain, figures
+from bilip import Chain
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Split
 from bilip.blocks.scale import SigmoidScale
 from bilip.probes import jacobian
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes import figures
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilip import Flow, figures
+from bilip import Flow
 from bilip.auditing.round_trip import norms
 from bilip.errors import NotMeasured
 from bilip.probes import Attack, AttackResult, AttackRun
-from bilip.recipes import face_flows
+from bilip.recipes import face_flows, figures
 from bilip.recipes.face_flows import PARTS, TITLES, Config, Faces
 from bilip.recipes.flow_probes import conditions, fixed_draws
-from bilip.recipes.flow_tables import percent, short
+from bilip.recipes.flow_runs import percent, short
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 from bilip.recipes.residual_flows import by_series, cut_after, is_residual, solved_inverse
 

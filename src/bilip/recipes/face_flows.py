@@ -24,8 +24,7 @@ from bilip.nets import MLP, ConvNet, activations
 from bilip.objectives import Likelihood
 from bilip.recipes.cifar10_classifier import shrunk
 from bilip.recipes.cifar10_flow import skipped_steps
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Work
+from bilip.recipes.recipe import Work, require
 from bilip.recipes.residual_flows import share_terms
 from bilip.training import Draw, Task, read_log, read_state
 

@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, leaky_relu, linear, softplus
 from torch.nn.utils.parametrizations import spectral_norm
 
-from bilip import Bijection, Flow, Reversible, figures, models
+from bilip import Bijection, Flow, Reversible, models
 from bilip.data import image_set, seed_of
 from bilip.errors import InputError, TrainingDiverged
-from bilip.recipes import flow_probes
+from bilip.recipes import figures, flow_probes
 from bilip.recipes.cifar10_flow import PRIOR, Dequantized, shrunk_to, skipped_steps
-from bilip.recipes.config import require
 from bilip.recipes.flow_probes import Inputs, Trip
-from bilip.recipes.flow_tables import percent, short
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.flow_runs import percent, short
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.recipes.sample_quality import load_features, quality, train_features
 from bilip.training import Draw, Task, load_weights, read_log, read_state
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilip import figures
-from bilip.recipes import cifar10_classifier
+from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
-from bilip.recipes.piece import taken
+from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ class GradientAngles(Recipe):
         m = taken(cifar10_classifier.RECIPE, part, config, work) or cifar10_classifier.RECIPE.run(part, config, work)
         if not work.main:
             return Measured({})
-        return Measured(
-            {name: m.numbers.get(name) for name in NUMBERS},
-            {name: m.arrays[name] for name in CURVES if name in m.arrays},
+        return replace(
+            m,
+            numbers={name: m.numbers.get(name) for name in NUMBERS},
+            arrays={name: m.arrays[name] for name in CURVES if name in m.arrays},
         )
 
     def lines(self, config: Config, found: Found) -> list[Line]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import cifar10_flow
 from bilip.recipes.cifar10_flow import Config
-from bilip.recipes.flow_runs import KINDS, SETS, Run
-from bilip.recipes.flow_tables import lost, percent, reconstruction_figure, runs_of, short
-from bilip.recipes.piece import taken
+from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, percent, reconstruction_figure, runs_of, short
+from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Ood(Recipe):
             return Measured({})
         numbers = {name: m.numbers[name] for name in NUMBERS if name in m.numbers}
         pictures = {f"{what}_{name}" for what in ("images", "broken") for name in SETS}
-        return Measured(numbers, {name: value for name, value in m.arrays.items() if name in pictures})
+        return replace(m, numbers=numbers, arrays={name: value for name, value in m.arrays.items() if name in pictures})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["table"], []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import InputError, RecordError
-from bilip.recipes.piece import SCHEMA
+from bilip.recipes.parts import SCHEMA
 from bilip.recipes.recipe import SIZES
 from bilip.record import read_json, write_aside
 from bilip.report.extras import need

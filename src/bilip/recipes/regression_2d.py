@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilip import Bijection, Chain, figures
+from bilip import Bijection, Chain
 from bilip.blocks import ActNorm, AffineCoupling, Permutation, Split
 from bilip.blocks.scale import SIGMOID
 from bilip.data import seed_of
 from bilip.nets import MLP
 from bilip.objectives import Regression
-from bilip.recipes.config import require
+from bilip.recipes import figures
 from bilip.recipes.plane import condition
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Task, read_log
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bilip import Guard, Reversible, figures, models
+from bilip import Guard, Reversible, models
 from bilip.data import ImageBatches, Images, seed_of
 from bilip.models import Classifier
 from bilip.objectives import Classification
-from bilip.recipes.config import require
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes import figures
+from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Draw, Settings, Task, train
 

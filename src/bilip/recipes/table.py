@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import InputError, RecordError
-from bilip.recipes.frame import names
 from bilip.recipes.recipe import SIZES
+from bilip.recipes.runner import names
 from bilip.record import read_json, write_aside
 
 __all__ = ["results_table", "status", "write_table"]

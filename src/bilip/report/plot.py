@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import html
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bilip.errors import InputError
+from bilip.errors import InputError, MissingExtra
 from bilip.record import AuditRecord
 from bilip.report.parts import Figure, Fold, Part
 from bilip.report.sections import sections
@@ -17,7 +18,48 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawn
 
-__all__ = ["plot"]
+__all__ = ["GREY", "SMALL", "TEXT", "house", "plot"]
+
+TEXT, SMALL = 8.0, 7.0  # sizes of print, in points
+GREY = "#555555"
+_SETTINGS: dict[str, Any] = {
+    "font.size": TEXT,
+    "axes.titlesize": TEXT,
+    "axes.labelsize": TEXT,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "legend.fontsize": SMALL,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "legend.columnspacing": 1.4,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": GREY,
+    "axes.titlepad": 4.0,
+    "axes.labelpad": 2.0,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.linewidth": 0.35,
+    "grid.color": "#D0D0D0",
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": "black",
+    "ytick.labelcolor": "black",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "ytick.minor.size": 1.2,
+    "ytick.minor.width": 0.4,
+    "xtick.major.pad": 2.0,
+    "ytick.major.pad": 2.0,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3.2,
+    "hatch.linewidth": 0.4,
+    "figure.constrained_layout.w_pad": 0.02,
+    "figure.constrained_layout.h_pad": 0.02,
+}
 
 TONES = {
     "@c1": "#0072b2", "@c2": "#c25500", "@c3": "#00805c", "@c4": "#b8578f", "@c5": "#b07900", "@c6": "#3a8fc4",
@@ -70,6 +112,21 @@ def plot(record: AuditRecord, what: str = "errors", *, which: int = 0) -> Drawn:
     return _drawn(figures[what][which])
 
 
+@contextlib.contextmanager
+def house() -> Iterator[None]:
+    """Matplotlib's own defaults with the house's settings on top; what the user had set comes back at the end.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    try:
+        import matplotlib.style
+    except ImportError as error:
+        raise MissingExtra("figures need matplotlib: pip install 'bilip[train]'.") from error
+    with matplotlib.style.context(["default", _SETTINGS]):
+        yield
+
+
 def _figures(parts: Iterable[Part]) -> Iterator[Figure]:
     for part in parts:
         if isinstance(part, Figure):
@@ -79,8 +136,6 @@ def _figures(parts: Iterable[Part]) -> Iterator[Figure]:
 
 
 def _drawn(spec: Figure) -> Drawn:
-    from bilip.figures.style import house
-
     with house():
         from matplotlib.figure import Figure as New
 

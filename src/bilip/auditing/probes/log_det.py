@@ -11,10 +11,9 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
 from bilip.data import Batch, Source

@@ -87,13 +87,13 @@ def jacobian(model: object, x: Tensor, context: Tensor | None = None, *, dtype: 
 def _columns(subject: Subject, x: Tensor, context: Tensor | None, directions: Tensor) -> Tensor:
     """The Jacobian at one point times directions (rows), one column for each."""
     dtype = directions.dtype
-    twin = subject.twin(dtype)
+    converted = subject.copy_in(dtype)
     point = x.detach().to(dtype)
     given = context.to(dtype) if context is not None and context.is_floating_point() else context
 
     def function(y: Tensor) -> Tensor:
         rows = given if given is None or len(given) == len(y) else given.expand(len(y), *given.shape[1:])
-        z = twin.bijection(y.clone(), rows)
+        z = converted.bijection(y.clone(), rows)
         if z.dtype != dtype:
             raise NotMeasured(f"the model computes in {z.dtype} whatever it is given, so there is no {dtype} Jacobian")
         return z
