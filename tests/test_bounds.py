@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bilip import blocks
 from bilip.bounds import BiLipschitz, Box, log_of, log_product, log_sum
 from bilip.errors import InputError
+from bilip.nets import MLP
 
 
 @given(st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=5))
@@ -62,3 +64,19 @@ def test_lower_bounds_and_huge_constants():
     assert bound.forward_lower == pytest.approx(math.exp(5))
     assert "10^868" in repr(bound)
     assert bound.swap().log_inverse == 2000.0
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: blocks.AffineCoupling(MLP(2, 4)), (6,)),
+        (lambda: blocks.InvertibleConv1x1(3), (5,)),
+        (lambda: blocks.ActNorm(3, start="identity"), (5,)),
+        (lambda: blocks.ActNorm(3, start="identity"), (1,)),
+        (lambda: blocks.DiagonalScaling(torch.ones(3)), (1,)),
+    ],
+)
+def test_boxes_of_the_wrong_shape_are_refused(make, shape):
+    with pytest.raises(InputError):
+        make().bounds(Box(-1, 1, shape=shape))

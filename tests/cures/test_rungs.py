@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cures.exploded import bilip_flow
 from torch import Tensor, nn
 
 import bilip
@@ -15,6 +14,7 @@ from bilip.blocks import Bijection
 from bilip.cures.arithmetic import DOMINATES, Refined
 from bilip.cures.replacements import Replacements, _splines
 from bilip.cures.treated import copied
+from cures.exploded import bilip_flow
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
 

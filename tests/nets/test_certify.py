@@ -8,7 +8,7 @@ from torch import nn
 
 from bilip.bounds import Box
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
-from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldLinear, enclose, log_cap, log_lipschitz
+from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldLinear, enclose, log_cap, log_lipschitz, point_image
 
 
 @settings(max_examples=25, deadline=None)
@@ -175,3 +175,17 @@ def test_bad_sizes_and_contexts():
         MLP(2, 2, context=3)(torch.ones(1, 2), torch.ones(1, 2))
     with pytest.raises(InputError, match="lipschitz=-2"):
         MLP(2, 2, lipschitz=-2)
+
+
+@pytest.mark.numeric
+def test_a_module_used_twice_counts_twice():
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(3.0)
+    net = nn.Sequential(layer, nn.ReLU(), layer)
+    assert math.exp(log_lipschitz(net)) == pytest.approx(9.0)
+    assert float(point_image(net, torch.ones(1, 1))[0]) == pytest.approx(9.0)
+    act = nn.ReLU()
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(2, 16), act, nn.Linear(16, 16), act, nn.Linear(16, 2)).double()
+    box = Box(0.9, 0.91, shape=(2,))
+    assert enclose(shared, box).contains(shared(box.sample(50))).all()

@@ -320,3 +320,17 @@ def test_a_zero_weight_has_finite_gradients():
     torch.nn.init.zeros_(layer.weight)
     layer(torch.ones(2, 3)).sum().backward()
     assert torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 128, 512])
+def test_held_layers_in_half_precision(dtype, size):
+    layer = HeldLinear(size, size, coefficient=0.9).to(dtype)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    held = layer.held_weight()
+    assert matrix_norm(held) <= 0.9
+    assert bool((held.double() * layer.weight.double() >= 0).all())  # no sign is turned
+    conv = HeldConv2d(32, 32, 3, coefficient=0.9).to(dtype)
+    assert conv_norm(conv.held_weight()) <= 0.9
