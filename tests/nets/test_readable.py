@@ -11,12 +11,12 @@ from torch.nn.utils import parametrize
 from torch.utils.module_tracker import ModuleTracker
 
 from bilip import blocks
+from bilip._torch import EvalCache
 from bilip.bounds import Box
 from bilip.errors import InputError, UnknownLipschitz
 from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldConv2d, HeldLinear, enclose, log_cap, log_lipschitz
 from bilip.nets.activations import ScaledSwish
-from bilip.nets.cache import EvalCache
-from bilip.nets.layers import overwriting
+from bilip.nets.certify import overwriting
 
 
 def patched(layer, name, value=None):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from bilip._torch import capturing, is_transformed
+from bilip._torch import capturing, is_transformed, reusing
 from bilip.blocks._nets import _faster_channels_last, call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -22,7 +22,6 @@ from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms,
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, certify
 from bilip.nets.activations import ScaledSwish
-from bilip.nets.cache import reusing
 from bilip.nets.layers import Declared
 from bilip.nets.readable import is_watched, tampered
 from bilip.nets.replay import hooks_wait, modes_again
