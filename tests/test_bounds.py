@@ -287,3 +287,19 @@ def test_the_search_among_inverses_can_refute_a_wrong_error(monkeypatch):
     """A residual that counts a hundredth."""
     monkeypatch.setattr(residual, "norms", lambda values: 0.01 * norms(values))
     assert error_bound.search(100, seed=12).findings
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: blocks.AffineCoupling(MLP(2, 4)), (6,)),
+        (lambda: blocks.InvertibleConv1x1(3), (5,)),
+        (lambda: blocks.ActNorm(3, start="identity"), (5,)),
+        (lambda: blocks.ActNorm(3, start="identity"), (1,)),
+        (lambda: blocks.DiagonalScaling(torch.ones(3)), (1,)),
+    ],
+)
+def test_boxes_of_the_wrong_shape_are_refused(make, shape):
+    with pytest.raises(InputError):
+        make().bounds(Box(-1, 1, shape=shape))

@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bilip import Box, Chain, models
+from bilip import Box, Chain, Invert, blocks, models
 from bilip.blocks import Residual, inverting
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
@@ -428,3 +428,21 @@ def test_a_solve_is_the_same_in_training_mode_and_sees_changed_weights(training)
         assert bool(solution.converged.all())
         with torch.no_grad():
             assert torch.allclose(block(solution.x), y, atol=1e-5)
+
+
+@pytest.mark.numeric
+def test_implicit_gradients_under_functional_call():
+    torch.manual_seed(0)
+    model = Invert(blocks.Residual(MLP(2, 2, lipschitz=0.9, activation="tanh")).double())
+    z = torch.randn(3, 2, dtype=torch.float64)
+    lent = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+    got = torch.autograd.grad(torch.func.functional_call(model, lent, (z,)).sum(), list(lent.values()))
+    model.load_state_dict({name: p.detach() for name, p in lent.items()})
+    wanted = torch.autograd.grad(model(z).sum(), list(model.parameters()))
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+@pytest.mark.numeric
+def test_the_inverse_of_an_empty_batch():
+    assert blocks.Residual(MLP(2, 2, lipschitz=0.8)).eval().inverse(torch.zeros(0, 2)).shape == (0, 2)

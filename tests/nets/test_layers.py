@@ -411,3 +411,17 @@ def test_the_last_layer_is_asked_for_each_part_of_its_outputs():
     with certify.remembering():
         assert [log_lipschitz(net, outputs=part) for part in parts] == bare
     assert bare[1] < bare[2] - 2
+
+
+@pytest.mark.numeric
+def test_a_module_used_twice_counts_twice():
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(3.0)
+    net = nn.Sequential(layer, nn.ReLU(), layer)
+    assert math.exp(log_lipschitz(net)) == pytest.approx(9.0)
+    assert float(point_image(net, torch.ones(1, 1))[0]) == pytest.approx(9.0)
+    act = nn.ReLU()
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(2, 16), act, nn.Linear(16, 16), act, nn.Linear(16, 2)).double()
+    box = Box(0.9, 0.91, shape=(2,))
+    assert enclose(shared, box).contains(shared(box.sample(50))).all()
