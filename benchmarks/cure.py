@@ -271,7 +271,7 @@ class Said:
 def images(args: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test images, as the recipes load them; without --data, random ones, to try the script out."""
     from bilip.data import Images, image_set
-    from bilip.recipes.cifar10_classifier import shrunk
+    from bilip.recipes.images import shrunk
 
     if args.data is None:
         generator = torch.Generator().manual_seed(0)
