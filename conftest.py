@@ -17,6 +17,9 @@ hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+TUTORIALS = ("nan.md", "choosing.md", "memory.md", "gate.md")  # they train models and start processes
+
+
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device the maps run on")
     parser.addoption("--soak", action="store_true", help="the longest tests too, as `make soak` and `make soak-cpu` do")
@@ -35,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.numeric)
-        if item.path.name == "nan.md":  # it trains five models
+        if item.path.name in TUTORIALS:
             item.add_marker(pytest.mark.soak)
     long = [] if config.getoption("--soak") else [item for item in items if item.get_closest_marker("soak")]
     if long:

@@ -42,7 +42,7 @@ from bilip import cli, models
 from bilip.data import as_source, cifar10, noise
 from bilip.errors import BilipError
 from bilip.record import AuditRecord, environment, write_json
-from bilip.record.checksum import UNSEALED, seal
+from bilip.record.files import UNSEALED, seal
 
 COUNTS = {"record": 1000, "checkpoint": 1000, "state": 1000, "data": 500, "command": 500, "model": 100}
 LIMIT = 10.0  # seconds

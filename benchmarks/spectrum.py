@@ -45,7 +45,7 @@ def trunk(size: int, args: argparse.Namespace) -> tuple[Subject, Tensor]:
 
 def paper_way(subject: Subject, x: Tensor, dtype: torch.dtype) -> Tensor:
     """One backward pass for each output, then a dense SVD."""
-    twin = subject.twin(dtype)
+    twin = subject.copy_in(dtype)
     point = x.to(dtype).requires_grad_()
     z = twin.bijection(point).flatten()
     rows = [torch.autograd.grad(z[k], point, retain_graph=True)[0].flatten() for k in range(z.numel())]

@@ -26,7 +26,7 @@ from bilip import Flow, models
 from bilip.blocks import Chain, Residual
 from bilip.data import checkerboard
 
-OUT = Path(bilip.__file__).parent / "demo_flows"
+OUT = Path(bilip.__file__).parent / "demo"
 COUPLINGS = {"blocks": 20, "hidden": (64, 64), "activation": "swish"}
 KINDS = {
     "affine_sigmoid": lambda: models.real_nvp(2, scale="sigmoid", **COUPLINGS),

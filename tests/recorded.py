@@ -159,7 +159,7 @@ def play_graphs_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", lambda *name: None)
     adamax = sys.modules["torch.optim.adamax"]  # torch.optim hides the module behind the class
     monkeypatch.setattr(adamax, "_get_capturable_supported_devices", lambda **options: ["cpu"])
-    from bilip._capture import capturing
+    from bilip._torch import capturing
     from bilip.training.settings import Settings
 
     for module in [module for name, module in sys.modules.items() if name.startswith("bilip.")]:

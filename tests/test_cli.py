@@ -428,7 +428,7 @@ def test_ctrl_c_before_anything_was_measured(bilip_, monkeypatch, folder):
     def load(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bilip.cli._target.load_model", load)
+    monkeypatch.setattr("bilip.cli._arguments.load_model", load)
     assert bilip_(*QUICK, "--out", "early.json") == (130, "", "bilip: stopped\n")
     assert not (folder / "early.json").exists()
 

@@ -23,7 +23,7 @@ ROOMS = [
     "bilip.report",
     "bilip.auditing.audit",
     "bilip.auditing.verdicts",
-    "bilip.demo_flows",
+    "bilip.demo",
     "bilip.reversible",
     "bilip.regularizers",
     "bilip.objectives",
@@ -36,6 +36,8 @@ ROOMS = [
 NO_EXAMPLE = {
     "RUNGS",
     "Advice",
+    "Demo",
+    "run_demo",
     "Attempt",
     "Design",
     "NonFinite",

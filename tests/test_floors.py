@@ -7,23 +7,23 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "bilip"
 FLOORS = [
-    ["errors", "_capture", "_linalg"],
+    ["errors", "_torch", "_progress", "_linalg"],
     ["bounds", "record", "_project"],
     ["data"],
     ["nets"],
     ["blocks"],
+    ["linalg"],
     ["models", "adapters"],
-    ["demo_flows"],
     ["reversible"],
     ["regularizers"],
     ["objectives"],
     ["auditing"],
-    ["probes", "testing"],
+    ["testing"],
     ["training"],
-    ["cures"],
-    ["recipes"],
+    ["probes", "cures"],
+    ["recipes", "demo"],
     ["figures"],
-    ["cli", "_pytest_plugin"],
+    ["cli", "_pytest_plugin", "demo_flows"],
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 BESIDE = {"report": {"errors", "record"}}

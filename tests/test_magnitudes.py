@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bilip import Box, blocks
-from bilip.adapters._scales import AtanExpScale
+from bilip.adapters._proofs import AtanExpScale
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.bounds import BiLipschitz, exp_down, exp_up, norms
 from bilip.errors import InputError, PartitionError

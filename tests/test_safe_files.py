@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 import bilip
 from bilip import models
 from bilip.data import as_source
-from bilip.data.pickles import load_plain
+from bilip.data.images import load_plain
 from bilip.errors import BilipError, InputError, RecordError
 from bilip.record import AuditRecord, read_json, write_aside
-from bilip.record.checksum import UNSEALED, is_whole, seal
-from bilip.record.files import open_regular, read_file
+from bilip.record.files import UNSEALED, is_whole, open_regular, read_file, seal
 from bilip.training import read_state, save_state
 
 

@@ -22,12 +22,12 @@ LETTERS = {
 }  # fmt: skip
 OPERATORS = {
     "le": "≤", "ge": "≥", "ne": "≠", "in": "∈", "subset": "⊂", "supset": "⊃", "cap": "∩", "to": "→", "leftarrow": "←",
-    "mapsto": "↦", "sim": "∼", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
+    "mapsto": "↦", "sim": "∼", "approx": "≈", "cdot": "·", "times": "×", "odot": "⊙", "circ": "∘", "pm": "±", "sum": "∑",
     "|": "‖", "lVert": "‖", "rVert": "‖", "lvert": "|", "rvert": "|", "lceil": "⌈", "rceil": "⌉", "lfloor": "⌊", "rfloor": "⌋",
     "{": "{", "}": "}",
 }  # fmt: skip
 DOUBLE = {"R": "ℝ"}
-NAMES = ("max", "min", "sup", "log", "exp", "cos", "tanh", "det", "diag")
+NAMES = ("max", "min", "sup", "log", "exp", "cos", "sin", "tanh", "det", "diag")
 BELOW = {"∑", "max", "min", "sup"}  # in a displayed formula their subscripts stand below
 IGNORED = ("big", "left", "right")
 SPACES = {",": "0.17em", ";": "0.28em", "quad": "1em", "qquad": "2em", " ": "0.28em"}

@@ -354,3 +354,25 @@ def test_a_flag_that_is_ignored_is_found_by_the_audit():
 
     record = bilip.audit(Deaf(), torch.randn(300, 3), budget="quick", probes=["consistency", "reconstruction"])
     assert record.verdicts["inversion"].status == "unsafe"
+
+
+def test_an_adapter_with_the_old_names_works_and_is_told_the_new_ones():
+    with pytest.warns(DeprecationWarning, match="is now called") as told:
+
+        class Doubled(Foreign):
+            def push(self, x, context, *, log_det):
+                return 2 * x, None
+
+            def pull(self, z, context, *, log_det):
+                return z / 2, None
+
+            def twin(self):
+                return bilip.blocks.DiagonalScaling(torch.full((2,), 2.0))
+
+    assert [str(w.message) for w in told] == [f"Doubled.{a} is now called {b}." for a, b in OLD_NAMES]
+    block, x = Doubled(nn.Identity()), torch.ones(1, 2)
+    assert torch.equal(block.inverse(block(x)), x)
+    assert block.native().bounds().forward == pytest.approx(2.0)
+
+
+OLD_NAMES = (("push", "encode"), ("pull", "decode"), ("twin", "native"))

@@ -1,4 +1,4 @@
-"""Proven bounds of foreign blocks: the twin computes the same function, and no gain found exceeds the bound."""
+"""Proven bounds of foreign blocks: the native block computes the same function, and no gain found exceeds the bound."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 from adapters import zoo
 from bilip.adapters import as_bijection
-from bilip.adapters._scales import AtanExpScale, SoftclipExpScale
+from bilip.adapters._proofs import AtanExpScale, SoftclipExpScale
 from bilip.bounds import Box
 from bilip.errors import NoGlobalBound, UnknownLipschitz
 from bilip.nets import MLP, Declared
@@ -142,13 +142,13 @@ def shape_of(block):
     return (2, 3, 3) if block.shape == (2, 3, 3) else (4,) if block.library == "memcnn" else (5,)
 
 
-def test_the_twin_is_the_block(block):
-    mine, twin = (copy.deepcopy(f).double().eval() for f in (block, block.twin()))
+def test_the_native_block_computes_the_same(block):
+    mine, native = (copy.deepcopy(f).double().eval() for f in (block, block.native()))
     x = torch.randn(6, *shape_of(block), dtype=torch.float64)
-    assert torch.allclose(mine(x), twin(x), rtol=1e-9, atol=1e-9)
-    assert torch.allclose(mine.inverse(x), twin.inverse(x), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(mine(x), native(x), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(mine.inverse(x), native.inverse(x), rtol=1e-9, atol=1e-9)
     if block.has_log_det:
-        assert torch.allclose(mine.forward_and_log_det(x)[1], twin.forward_and_log_det(x)[1], rtol=1e-9, atol=1e-9)
+        assert torch.allclose(mine.forward_and_log_det(x)[1], native.forward_and_log_det(x)[1], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("formula", ["sharp", "paper"])
@@ -287,7 +287,7 @@ def test_a_changed_block_is_not_trusted(block, change):
 
 
 def test_a_class_of_a_library_patched_by_somebody_is_not_trusted(monkeypatch):
-    """Also without a box, where the block and its twin cannot be compared on points."""
+    """Also without a box, where the block and its native block cannot be compared on points."""
     transforms = pytest.importorskip("nflows.transforms")
     block = as_bijection(nflows_coupling("AdditiveCouplingTransform"))
     assert block.bounds().forward < 10
@@ -298,7 +298,7 @@ def test_a_class_of_a_library_patched_by_somebody_is_not_trusted(monkeypatch):
 
 
 def test_the_nets_inside_are_read_like_any_other():
-    """In place behind an identity, patched, or of another class: a bound of the twin would be about something else."""
+    """In place behind an identity, patched, or of another class: a bound of the native block would be about something else."""
     pytest.importorskip("FrEIA")
     nets = []
 
@@ -338,7 +338,7 @@ def test_a_container_that_does_more_is_not_taken_apart():
 
 
 def test_a_library_that_changed_its_formula_is_noticed():
-    """Same class and attributes, another scale: the twin no longer agrees, so nothing is claimed."""
+    """Same class and attributes, another scale: the native block no longer agrees, so nothing is claimed."""
     transforms = pytest.importorskip("nflows.transforms")
     coupling = nflows_coupling("AffineCouplingTransform")
     block = as_bijection(coupling)

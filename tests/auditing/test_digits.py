@@ -51,7 +51,7 @@ def test_they_are_those_of_a_formula_written_out():
     torch.manual_seed(0)
     flow, x = chaos(), torch.randn(3, 2)
     with torch.no_grad():
-        wide = Subject.of(flow).twin(torch.float64)
+        wide = Subject.of(flow).copy_in(torch.float64)
         found = [Digits(wide).log_prob(x[k : k + 1]) for k in range(3)]
         plain = flow.double().log_prob(x.double())
     assert found == pytest.approx([by_hand(flow, row) for row in x], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Planted defects: `audit` finds each of them, and names the block that holds it."""
+"""What an audit says about planted defects, whose block it names, and about stock blocks of other libraries."""
 
 from dataclasses import replace
 
@@ -8,8 +8,10 @@ import torch.nn.functional as functional
 from torch import nn
 
 import bilip
+import stacks
 from bilip import Bijection, Chain, blocks, nets
 from bilip.auditing import BUDGETS
+from bilip.auditing.probes import Reconstruction, Subject
 
 pytestmark = pytest.mark.numeric
 
@@ -187,3 +189,95 @@ def test_training_mode_is_put_back():
     examine(model)
     assert {name: module.training for name, module in model.named_modules()} == before
     assert all(torch.equal(v, statistics[k]) for k, v in model.state_dict().items())
+
+
+PROBES = ["consistency", "reconstruction", "blame"]
+BUDGET = replace(BUDGETS["quick"], bad_share=0.02)
+
+
+def verdicts(model, x, scale=10.0):
+    record = bilip.audit(model, {"normal": x}, ood=[f"scaled:{scale:g}"], budget=BUDGET, probes=PROBES)
+    return {use: verdict.status.value for use, verdict in record.verdicts.items()}, record
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_freia_glow_is_unsafe(seed):
+    pytest.importorskip("FrEIA")
+    torch.manual_seed(seed)
+    found, record = verdicts(stacks.freia("GLOWCouplingBlock", 32), torch.randn(512, 8))
+    assert found["inversion"] == "unsafe"
+    m = record.find("reconstruction", "normal")[0]
+    assert m["share_wrong"] > 0.5
+    assert m["share_nan"] + m["share_inf"] == 0  # finite, and meaningless: a count of NaN would miss it
+    blame = record.find("blame", "normal")[0]
+    assert blame["guilty_kind"] in ("", "GLOWCouplingBlock")  # 32 blocks alike: one is named only if it stands out
+    assert blame["wrong"] == blame["samples"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_freia_nice_is_safe(seed):
+    pytest.importorskip("FrEIA")
+    torch.manual_seed(seed)
+    found, _ = verdicts(stacks.freia("NICECouplingBlock", 32), torch.randn(512, 8))
+    assert found["inversion"] == "safe"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_normflows_exp_is_unsafe(seed):
+    pytest.importorskip("normflows")
+    torch.manual_seed(seed)
+    found, record = verdicts(stacks.normflows_coupling("exp", 32), torch.randn(512, 8))
+    assert found["inversion"] == "unsafe"
+    assert record.find("reconstruction", "normal")[0]["share_nan"] > 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pyro_coupling_is_flagged_although_nothing_is_nan(seed):
+    pytest.importorskip("pyro")
+    torch.manual_seed(seed)
+    found, record = verdicts(stacks.pyro_coupling(16), torch.randn(512, 8))
+    m = record.find("reconstruction", "normal")[0]
+    assert m["share_nan"] == m["share_inf"] == m["share_failed"] == 0
+    assert found["inversion"] != "safe"  # unsafe, or borderline with the interval
+    assert m["share_bad"] > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_zuko_real_nvp_is_safe_on_its_data_and_unsafe_outside(seed):
+    pytest.importorskip("zuko")
+    torch.manual_seed(seed)
+    found, record = verdicts(stacks.zuko_real_nvp(16), torch.randn(512, 8))
+    assert found["inversion"] == "safe"
+    assert record.find("reconstruction", "scaled:10")[0]["share_bad"] > 0.02
+    assert "Outside the data it is not" in record.verdicts["inversion"].reason
+
+
+@pytest.mark.slow
+def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples():
+    pytest.importorskip("nflows")
+    subject = Subject.of(model := stacks.nflows_spline(8).eval())
+    for _ in range(30):  # some two of ten thousand raise, others on another CPU
+        x = 100 * torch.randn(4_000, 8)
+        z = subject.forward(x).value
+        try:
+            with torch.no_grad():
+                subject.bijection.inverse(z)
+        except AssertionError:
+            break
+    outcome = subject.inverse(z)
+    assert 0 < int(outcome.failed.sum()) < 20
+    assert outcome.exact
+    assert "AssertionError" in outcome.message
+    assert "discriminant" in outcome.message
+    good = int((~outcome.failed).nonzero()[0])
+    with torch.no_grad():
+        rest = torch.where(outcome.failed[:, None], z[good], z)
+        assert torch.equal(subject.bijection.inverse(rest)[~outcome.failed], outcome.value[~outcome.failed])
+        for k in outcome.failed.nonzero().flatten().tolist():  # each alone among good ones makes it raise
+            one = z[good].repeat(len(z), 1)
+            one[k] = z[k]
+            with pytest.raises(AssertionError):
+                subject.bijection.inverse(one)
+    m = Reconstruction(batch=len(x), rounds=1).measure(model, x)
+    assert m["share_failed"] * len(x) == pytest.approx(int(outcome.failed.sum()))
+    assert {row["sample"] for row in m.rows} >= set(outcome.failed.nonzero().flatten().tolist()[:8])

@@ -16,7 +16,7 @@ import torch
 import bilip
 from bilip.auditing.share import Share
 from bilip.cli import _processes
-from bilip.cli._door import Stop
+from bilip.cli._ending import Stop
 from bilip.errors import InputError
 from in_process import command_line
 

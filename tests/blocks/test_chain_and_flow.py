@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -6,10 +7,11 @@ from torch.distributions import Independent, Normal, Uniform
 
 from bilip import Box, Chain, Flow, Invert, blocks, models
 from bilip.blocks import Squeeze
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.errors import BilipError, InputError, NoGlobalBound
 from bilip.nets import MLP, Declared
 from bilip.reversible import Reversible
+from catalogue import CATALOGUE, wake
 
 
 def test_slices_share_blocks_and_know_their_shape():
@@ -42,6 +44,96 @@ def test_parts_multiply():
 def test_wrappers_know_whether_an_inverse_is_iterated(wrap):
     assert not wrap(blocks.Residual(MLP(2, 2, lipschitz=0.5))).closed_form
     assert wrap(blocks.Permutation.reverse(2)).closed_form
+
+
+INSIDE = {
+    "Invert": Invert,
+    "FactorOut": lambda block: blocks.FactorOut(block, (4,), keep=2),
+    "OnKept": lambda block: OnKept(block, (2,)),
+    "Wrapped": blocks.Wrapped,
+}
+
+
+@pytest.mark.parametrize("wrap", INSIDE.values(), ids=INSIDE)
+def test_wrappers_have_the_facts_of_what_they_hold(wrap):
+    inner = blocks.AffineCoupling(MLP(1, 2))
+    around = wrap(inner)
+    assert wrap(blocks.Permutation.reverse(2)).rearranges
+    assert not around.rearranges
+    assert not around.volume_preserving
+    assert around.has_log_det
+    inner.has_log_det = False  # as a foreign block that finds out when it is called
+    assert not around.has_log_det
+
+
+def test_wrappers_are_copied_and_keep_their_names_in_checkpoints():
+    """What is set on a wrapper comes before what it holds, in a copy as well."""
+    around = Invert(blocks.ActNorm(2))
+    around.shape = (2,)
+    again = copy.deepcopy(around)
+    assert again.shape == (2,)
+    assert next(iter(again.state_dict())).startswith("bijection.")
+
+
+def test_proofs_of_a_part_that_acts_on_some_entries():
+    block, box = blocks.DiagonalScaling(torch.tensor([4.0, 2.0])), Box(-1, 1, shape=(3,))
+    bound = OnKept(block, (2,)).bounds(box)
+    assert bound.forward == pytest.approx(4.0)
+    assert bound.inverse == pytest.approx(1.0)  # of the entry that is passed on
+    assert bound.image.high.tolist() == pytest.approx([4.0, 2.0, 1.0])
+    back = OnKept(block, (2,)).bounds(latent=bound.image)
+    assert back.domain.high.tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_a_flow_has_what_its_bijection_has():
+    trunk = models.real_nvp(4, blocks=2)
+    flow, x = Flow(trunk), torch.randn(5, 4)
+    assert torch.equal(flow(x), trunk(x))
+    assert torch.equal(flow.inverse(x), trunk.inverse(x))
+    assert torch.equal(flow.forward_and_log_det(x)[1], trunk.forward_and_log_det(x)[1])
+    assert flow.bounds(Box(-1, 1)).log_inverse == trunk.bounds(Box(-1, 1)).log_inverse
+    assert (flow.shape, flow.closed_form, len(flow.parts())) == ((4,), True, 2)
+    with pytest.raises(AttributeError, match="no attribute 'config_of'"):
+        flow.config_of  # noqa: B018 - only what every bijection has
+    assert torch.equal(copy.deepcopy(flow)(x), trunk(x))
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=[e.name for e in CATALOGUE])
+def test_parts_compose_to_the_map(entry):
+    model = wake(entry.make()).double().eval()
+    x, context = entry.batch(), entry.contexts()
+    walk = x
+    for _, part in model.parts():
+        walk = part(walk, context)
+    z = model(x, context)
+    assert torch.allclose(walk, z.reshape(walk.shape), atol=1e-10)
+
+
+def test_parts_reach_into_the_multi_scale_architecture():
+    model = wake(models.glow((3, 8, 8), levels=3, blocks=2, hidden=8, factor_out=True)).double().eval()
+    names = [name for name, _ in model.parts()]
+    assert len(names) == len(set(names)) > 18
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    z, total = x, 0
+    for _, part in model.parts():
+        z, log_det = part.forward_and_log_det(z)
+        total = total + log_det
+    expected, log_det = model.forward_and_log_det(x)
+    assert torch.allclose(z, expected)
+    assert torch.allclose(total, log_det)
+    for _, part in reversed(model.parts()):
+        z = part.inverse(z)
+    assert torch.allclose(z, x, atol=1e-8)
+
+
+def test_parts_of_an_inverted_chain():
+    chain = models.real_nvp(4, blocks=3).eval()
+    inverted = Chain(Invert(chain), shape=(4,))
+    z = torch.randn(5, 4)
+    walk = z
+    for _, part in inverted.parts():
+        walk = part(walk)
+    assert torch.allclose(walk, chain.inverse(z), atol=1e-6)
 
 
 def test_double_inversion():

@@ -1,15 +1,22 @@
 """Log-determinants of residual blocks: series, roulette, and their gradients."""
 
+import functools
 import math
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
-from bilip.blocks.log_det import one_draw, probes, series_error
+from bilip.blocks.log_det import LipSwish, one_draw, probes, series_error, weighted_series
+from bilip.blocks.residual import _Branch
 from bilip.errors import InputError
 from bilip.nets import MLP, ConvNet, Declared, HeldLinear
+from bilip.nets.activations import ScaledSwish
+from bilip.nets.activations import make as make_activation
 from bilip.reversible import Reversible
 
 
@@ -241,6 +248,189 @@ def test_gradients_are_those_of_plain_autograd(recompute, context):
             torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, rtol=1e-9, atol=1e-11)
 
 
+def preactivated(activation):
+    net = ConvNet(2, 2, hidden=6, activation=activation, gain=False, lipschitz=0.8)
+    return nn.Sequential(make_activation(activation), net)
+
+
+BY_HAND = {
+    **{activation: functools.partial(preactivated, activation) for activation in ("scaled_swish", "elu", "softplus")},
+    "relu in place": lambda: ConvNet(2, 2, hidden=6, lipschitz=0.8, gain=False),
+    "linear": lambda: MLP(5, 5, hidden=(8, 8), activation="scaled_swish", lipschitz=0.8),
+    "one layer": lambda: nn.Sequential(nn.Sequential(HeldLinear(5, 5, coefficient=0.7))),
+    "layers and activations in a row": lambda: nn.Sequential(
+        HeldLinear(5, 7, coefficient=0.9, bias=False),
+        HeldLinear(7, 5, coefficient=0.9),
+        nn.Tanh(),
+        ScaledSwish(),
+        HeldLinear(5, 5, coefficient=0.9),
+        nn.LeakyReLU(0.2),
+    ),
+    "plain layers": lambda: small(
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=2, dilation=2, groups=2), nn.Tanh(), nn.Conv2d(4, 2, 1, bias=False))
+    ),
+    "repeated layer": lambda: nn.Sequential(*[HeldLinear(5, 5, coefficient=0.9), ScaledSwish()] * 2),
+    "smooth": lambda: small(nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 5))),
+}
+
+
+def small(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.3)
+    return net
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("net", BY_HAND)
+def test_by_hand_as_by_autograd(net, samples):
+    """Value and gradients for all ways to keep things, and for samples that a loss weights as it likes."""
+    torch.manual_seed(0)
+    model = Residual(BY_HAND[net](), log_det=Roulette(Poisson(2.0), exact_terms=2, samples=samples)).double()
+    shape = (2, 4, 4) if any(p.ndim == 4 for p in model.parameters()) else (5,)
+    x = torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
+    u, w = torch.randn(3, *shape, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    inputs = [x, *model.parameters()]
+    assert _Branch(model, x, None).stack(x) is not None
+    for terms in (0, 1, 2, 5):
+        v = probes(x, samples)
+        weights = model.estimator.weights(terms)
+        value, plain = plain_series(model.branch, x, weights, v)
+        loss = ((value * u).sum() if terms != 2 else 0) + (plain * w).sum()
+        expected = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        for recompute in (False, True):
+            model.recompute = recompute
+            found, log_det = weighted_series(_Branch(model, x, None), x, weights, v)
+            assert torch.equal(found, value)
+            torch.testing.assert_close(log_det, plain, rtol=1e-12, atol=1e-12)
+            loss = ((found * u).sum() if terms != 2 else 0) + (log_det * w).sum()
+            found_grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+            torch.testing.assert_close(found_grads, expected, rtol=1e-9, atol=1e-11)
+            with torch.no_grad():
+                again = weighted_series(_Branch(model, x, None), x, weights, v)
+            assert torch.equal(again[0], found)
+            assert torch.equal(again[1], log_det)
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts convolutions, and gradients of convolutions for inputs and for weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket.__name__
+        if name == "convolution_backward":
+            inputs, weights, _ = args[10]
+            self.count += Counter(inputs=int(inputs), weights=int(weights))
+        elif name == "convolution":
+            self.count["plain" if max(args[1].shape[2:]) <= 3 else "as large as the image"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("terms", [1, 4])
+def test_as_many_convolutions_as_it_takes(terms):
+    """Three layers, n terms: the value, n - 1 vjps and one jvp; then two gradients for each layer's input and for its weight. The first
+    layer's gradients for x are not asked for."""
+    model, x = conv_block(False), torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    model.estimator = Series(terms)
+    with Convolutions() as there:
+        z, log_det = model.forward_and_log_det(x)
+    with Convolutions() as back:
+        (z.sum() + log_det.sum()).backward()
+    assert dict(+there.count) == dict(+Counter(plain=6, inputs=3 * (terms - 1)))
+    assert dict(+back.count) == {"inputs": 4, "weights": 6}
+
+
+def test_frozen_parts_take_no_gradients():
+    model, x = conv_block(False), torch.randn(2, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    model.g.layers[1:3].requires_grad_(False)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+
+    def gradients():
+        torch.manual_seed(1)
+        z, log_det = model.forward_and_log_det(x)
+        return torch.autograd.grad(z.square().sum() + log_det.sum(), wanted)
+
+    with Convolutions() as count:
+        found = gradients()
+    assert count.count["weights"] == 2 * 3  # two layers; the value and two probes
+    model.requires_grad_(True)
+    torch.testing.assert_close(found, gradients())
+
+
+def watched(net):
+    net.layers[1].register_forward_hook(lambda *_: calls.append("hook"))
+
+
+def replaced(net):
+    original = net.layers[2].forward
+    net.layers[2].forward = lambda x: calls.append("replaced") or original(x)
+
+
+def of_another_class(net):
+    class Counting(type(net.layers[0])):
+        def forward(self, input):
+            calls.append("subclass")
+            return super().forward(input)
+
+    net.layers[0].__class__ = Counting
+
+
+calls = []
+
+
+@pytest.mark.parametrize("change", [watched, replaced, of_another_class])
+def test_nets_that_somebody_watches_or_changes_are_called(change):
+    model, x = conv_block(False), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(
+        model.log_det(x).sum(), list(model.parameters()), materialize_grads=True, allow_unused=True
+    )
+    change(model.g)
+    calls.clear()
+    torch.manual_seed(1)
+    found = torch.autograd.grad(
+        model.log_det(x).sum(), list(model.parameters()), materialize_grads=True, allow_unused=True
+    )
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beta", [1e-3, 0.97, 30.0])
+def test_slopes_of_scaled_swish_by_hand(dtype, beta):
+    """As by autograd in float64, from the smallest number to where beta times the input overflows."""
+    largest = torch.finfo(dtype).max
+    sizes = torch.tensor(
+        [torch.finfo(dtype).tiny, 1e-6, 0.1, 1.0, 2.4, 7.0, 40.0, 900.0, 1e6, largest / 4], dtype=dtype
+    )
+    h = torch.cat((-sizes, sizes.new_zeros(1), sizes))
+    grad, bend = torch.randn(2, len(h), dtype=dtype, generator=torch.Generator().manual_seed(0))
+    inner, b = h.double().clamp(-1e30, 1e30).requires_grad_(), torch.tensor(beta, dtype=dtype).double().requires_grad_()
+    value = inner * torch.sigmoid(inner * b) / 1.1
+    (slope,) = torch.autograd.grad(value.sum(), inner, create_graph=True)
+    expected = torch.autograd.grad((value * grad.double() + slope * bend.double())[abs(h) < 1e5].sum(), (inner, b))
+    act, tensors = LipSwish(), (torch.tensor(beta, dtype=dtype),)
+    close = functools.partial(
+        torch.testing.assert_close,
+        rtol=64 * torch.finfo(dtype).eps,
+        atol=64 * torch.finfo(dtype).eps,
+        check_dtype=False,
+    )
+    look = act.look(h, *tensors)
+    close(look[1], slope.detach())
+    assert torch.equal(look[0], act.value(h, *tensors))
+    whole, _ = act.backward(h, look, grad, bend, tensors, [True])
+    assert whole.isfinite().all()
+    small = abs(h) < 1e5
+    look = act.look(h[small], *tensors)
+    found, (for_beta,) = act.backward(h[small], look, grad[small], bend[small], tensors, [True])
+    close(found, expected[0][small])
+    close(for_beta, expected[1], rtol=1e-4 if dtype == torch.float32 else 1e-12)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_by_finite_differences(recompute):
     """With exact traces and a fixed number of terms value and gradient belong together."""
@@ -458,8 +648,11 @@ def test_what_is_recomputed_is_not_kept():
 
     stored, again = kept(conv_block(False)), kept(conv_block(True))
     activations = 16 * 6 * 64 * 8
-    assert stored > 4 * activations
+    assert stored > 2 * activations
     assert again < activations + 8 * x.numel() * 8
+    one = conv_block(False)
+    one.estimator = Series(4)
+    assert kept(one) < 4 * activations + 8 * x.numel() * 8  # what the activations are given, and its tangents
 
 
 def test_default_estimators():
@@ -472,7 +665,7 @@ def test_default_estimators():
         torch.manual_seed(1)
         first = large.log_det(y)
         torch.manual_seed(1)
-        assert torch.equal(first, Series(20)(large.branch, y))
+        torch.testing.assert_close(first, Series(20)(large.branch, y), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

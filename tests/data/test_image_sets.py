@@ -96,6 +96,9 @@ def test_pictures_of_any_size_are_cut_and_averaged(tmp_path):
     whole = np.asarray(Image.open(tmp_path / "images" / "bubbly" / "a.png"))[:, 8:72].transpose(2, 0, 1)
     assert np.array_equal(found.x[0].numpy(), whole[:, ::2, ::2])
     assert not found.x[0].eq(0).all(dim=0)[:, 0].all()  # what was cut off was black
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "woven" / "b.png", "GIF")  # another format by that name
+    with pytest.raises(InputError, match=r"b.png is not a readable image"):
+        prepare_images("textures", tmp_path / "images", tmp_path)
     (tmp_path / "images" / "woven" / "b.png").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"b.png is not a readable image"):
         prepare_images("textures", tmp_path / "images", tmp_path)

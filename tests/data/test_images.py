@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from bilip.data import cifar10, load_images
-from bilip.data.pickles import load_plain
+from bilip.data.images import load_plain
 from bilip.errors import InputError
 
 RNG = np.random.default_rng(0)

@@ -90,7 +90,7 @@ def test_stopped_and_resumed_it_ends_as_if_it_was_not(data, tmp_path, monkeypatc
     parts = ["affine-conv1x1-fd"]
     reproduce("cifar10_classifier", out=tmp_path / "whole", changes=CHANGES, parts=parts, data=data)
     clock = iter([0.0] * 9 + [math.inf])
-    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
         reproduce("cifar10_classifier", out=tmp_path / "cut", changes=CHANGES, parts=parts, data=data, minutes=1e6)
     monkeypatch.undo()

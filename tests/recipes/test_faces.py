@@ -119,7 +119,7 @@ def test_samples_are_taken_from_the_attacked_flows(measured, data, monkeypatch):
 @pytest.mark.parametrize("part", ["affine", pytest.param("residual", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(part, measured, data, tmp_path, monkeypatch):
     clock = iter([0.0] * 2 + [math.inf])
-    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match="0 of 1 parts are measured; the same command goes on"):
         reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=[part], data=data, minutes=1e6)
     monkeypatch.undo()

@@ -184,7 +184,7 @@ def test_captured_steps_end_as_eager_ones(data, tmp_path, device, monkeypatch):
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
     clock = iter([0.0] * 4 + [math.inf])
-    monkeypatch.setattr("bilip.training.loop._shared_clock", lambda run: (next(clock),))
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
     with pytest.raises(Stopped, match=r"0 of 1 parts are measured; the same command goes on"):
         reproduce("flow_gan", out=tmp_path, changes=CHANGES, parts=["affine-flowgan"], data=data, minutes=1e6)
     monkeypatch.undo()

@@ -9,7 +9,8 @@ from bilip import models
 from bilip.errors import InputError
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle, hold
-from bilip.reversible.call import Call, Drift
+from bilip.reversible.call import Call
+from bilip.reversible.guard import Drift
 from squashed import squash
 
 

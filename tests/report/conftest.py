@@ -1,5 +1,6 @@
 import pytest
-import records
+
+from report import records
 
 
 @pytest.fixture(params=list(records.ALL))

@@ -1,14 +1,15 @@
-"""The page in a real browser: it draws everything, asks for nothing, and fits a phone."""
+"""The page of an audit and the page about the paper in a real browser: drawn whole, asking for nothing, readable on a desk and a phone."""
 
 import json
+from pathlib import Path
 
-import chromium
 import numpy as np
 import pytest
-import records
 
+from bilip.recipes.page import write_page
 from bilip.record import AuditRecord
 from bilip.report import write_html
+from report import chromium, records
 
 pytestmark = [
     pytest.mark.browser,
@@ -16,6 +17,10 @@ pytestmark = [
     pytest.mark.skipif(chromium.find() is None, reason=f"none of {', '.join(chromium.NAMES)} is installed"),
 ]
 
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+WIDE = """[...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map(
+  (e) => e.outerHTML.slice(0, 80))"""
+BROKEN = "[...document.images].filter((i) => !i.complete || !i.naturalWidth).length"
 WORDS = {"safe": "Safe", "unsafe": "Unsafe", "not-measured": "Not measured"}
 UNFOLD = """(async () => {
   document.querySelectorAll("details").forEach((fold) => (fold.open = true));
@@ -256,3 +261,22 @@ def test_every_status_of_several_models_is_on_a_phones_screen(show):
     )
     assert len(edges) == 12
     assert max(edges) <= 420
+
+
+def test_the_page_about_the_paper_fits_a_desk_and_a_phone_and_can_be_read(tmp_path):
+    path = tmp_path / "page.html"
+    write_page(path, RESULTS)
+    with chromium.Chromium() as browser:
+        for width, dark in ((1400, False), (420, False), (420, True)):
+            page = browser.open(path, width=width, dark=dark)
+            page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
+            page.evaluate("Promise.all([...document.images].map((image) => image.decode())).then(() => true)")
+            page.settle()
+            assert page.evaluate(WIDE) == []
+            assert page.evaluate(BROKEN) == 0
+            assert page.evaluate(CONTRAST) == []
+            assert page.evaluate("document.querySelectorAll('.claim').length") > 50
+            assert page.evaluate("[...document.querySelectorAll('a')].every((a) => document.querySelector(a.hash))")
+            assert page.problems() == []
+            assert set(page.requests()) == {path.as_uri()}
+            page.close()

@@ -4,13 +4,12 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
-import chromium
 import pytest
-import records
 
 from bilip.errors import InputError
 from bilip.record import AuditRecord, Histogram, Measurement, Status, Verdict
 from bilip.report import notebook_html, plot
+from report import chromium, records
 
 SECTIONS = ("errors", "map", "blame", "spectrum", "precision", "attack", "sampling", "log-det")
 

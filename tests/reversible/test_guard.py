@@ -15,9 +15,8 @@ from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
-from bilip.reversible.call import Drift
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import REST, anchors_for
+from bilip.reversible.guard import REST, Drift, anchors_for
 from squashed import squash
 
 pytestmark = pytest.mark.numeric

@@ -19,13 +19,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 
 import bilip.training.callback as callback_module  # noqa: E402
-from bilip.auditing.probes.monitor import StabilityMonitor  # noqa: E402
 from bilip.blocks import DiagonalScaling, Flow  # noqa: E402
 from bilip.errors import InputError  # noqa: E402
 from bilip.models import real_nvp  # noqa: E402
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty  # noqa: E402
 from bilip.reversible import DriftWarning, Reversible  # noqa: E402
 from bilip.training.callback import StabilityCallback  # noqa: E402
+from bilip.training.monitor import StabilityMonitor  # noqa: E402
 from squashed import squash  # noqa: E402
 
 # Lightning's remarks on workers, checkpoint folders and pytrees are not about us.
@@ -325,7 +325,7 @@ import os, sys, torch, lightning.pytorch as pl
 from bilip.models import real_nvp
 from bilip.regularizers import FlowLikelihood, Penalty
 import bilip.training.callback as callback_module
-from bilip.auditing.probes.monitor import StabilityMonitor
+from bilip.training.monitor import StabilityMonitor
 from bilip.training.callback import StabilityCallback
 
 devices, folder = int(sys.argv[1]), sys.argv[2]

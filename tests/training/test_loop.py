@@ -16,13 +16,13 @@ import torch
 
 from bilip import Flow, Reversible, models
 from bilip.blocks import ActNorm
-from bilip.blocks.actnorm import shared_statistics
+from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.objectives import Likelihood
 from bilip.regularizers import FiniteDifference
 from bilip.training import Average, Settings, Task, load_weights, read_log, read_state, save_state, train
-from bilip.training.lock import alone
+from bilip.training.loop import alone
 from training.runs import make_settings, make_task, run, silent
 
 PROGRAM = Path(__file__).with_name("runs.py")
@@ -235,7 +235,7 @@ def test_actnorms_start_from_the_rows_of_all_processes():
 
 
 def test_a_batch_that_cannot_be_shared_equally():
-    from bilip.training.machines import own_rows
+    from bilip.training.run import own_rows
 
     class Three:
         world_size, global_rank = 3, 0

@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_names_step_and_block(steps, tmp_path):
 def test_the_first_block_that_is_not_finite():
     from bilip import Chain
     from bilip.blocks import DiagonalScaling
-    from bilip.training.loop import first_non_finite
+    from bilip.training.run import first_non_finite
 
     chain = Chain(*(DiagonalScaling(torch.full((2,), 1e20)) for _ in range(3)), shape=(2,))
     assert "output that is not finite is that of block 1 (DiagonalScaling)" in first_non_finite(

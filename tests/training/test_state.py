@@ -18,7 +18,7 @@ from bilip.data import checkerboard
 from bilip.errors import CheckpointError
 from bilip.nets.spectral import held_layers, restore_certificate
 from bilip.objectives import Likelihood
-from bilip.record.checksum import UNSEALED, seal
+from bilip.record.files import UNSEALED, seal
 from bilip.training import Settings, Task, load_weights, read_log, read_state, save_state, train
 from training.runs import make_settings, make_task, silent
 

@@ -1,8 +1,7 @@
 """Models of other libraries as bijections from data to latents, block by block where the blocks are visible."""
 
 from bilip.adapters.adapted import Adapted, adapt, as_bijection
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, has_log_det
+from bilip.adapters.foreign import Base, Foreign, has_log_det
 from bilip.adapters.generic import from_callables
 from bilip.adapters.vector_field import from_vector_field
 

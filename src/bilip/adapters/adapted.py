@@ -1,4 +1,4 @@
-"""The door: whatever a user has, as a bijection from data to latents."""
+"""Whatever model a user has, as a bijection from data to latents."""
 
 from __future__ import annotations
 
@@ -8,26 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from bilip.adapters import freia, generic, memcnn, nflows, normflows, own, pyro, torch_distributions, zuko
-from bilip.adapters._inspect import comes_from, is_unchanged
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import compose
-from bilip.blocks import Bijection
+from bilip.adapters import freia, generic, memcnn, nflows, normflows, pyro, torch_distributions, zuko
+from bilip.adapters._inspect import comes_from, is_unchanged, require_own_map
+from bilip.adapters.foreign import Base, FlowBase, compose
+from bilip.blocks import Bijection, Chain, Flow
 from bilip.errors import InputError
 
 __all__ = ["Adapted", "adapt", "as_bijection"]
-
-_DOORS: tuple[Callable[[Any, Sequence[int] | None], tuple[Bijection, Base | None, str] | None], ...] = (
-    own.recognise,
-    nflows.recognise,
-    freia.recognise,
-    normflows.recognise,
-    zuko.recognise,
-    pyro.recognise,
-    torch_distributions.recognise,
-    memcnn.recognise,
-    generic.recognise,
-)
 
 
 @dataclass(frozen=True)
@@ -107,8 +94,8 @@ def adapt(
     model = _unwrapped(model)
     if comes_from(model, "sbi"):
         return _sbi(model, shape)
-    for door in _DOORS:
-        found = door(model, shape)
+    for recognise in _RECOGNISERS:
+        found = recognise(model, shape)
         if found is not None:
             return Adapted(*found)
     if isinstance(model, nn.Sequential) and len(model):
@@ -178,3 +165,31 @@ def _not_recognised(model: Any) -> InputError:
         "zuko, torch.distributions, Pyro or MemCNN, a module with an inverse method, or two callables: "
         "as_bijection(forward, inverse=...)."
     )
+
+
+def _own(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base | None, str] | None:
+    """A bijection as it is, the map and base of a flow, the trunk of a classifier."""
+    base = None
+    if isinstance(model, Flow):
+        require_own_map(model, ("log_prob", "sample"), "bilip")
+        model, base = model.bijection, getattr(model, "adapted_base", None) or FlowBase(model)
+    elif not isinstance(model, Bijection):
+        model = getattr(model, "trunk", None)
+    if not isinstance(model, Bijection):
+        return None
+    if shape is not None and model.shape is None:  # told apart, so that the model itself is not changed
+        model = Chain(*model if isinstance(model, Chain) else (model,), shape=shape)
+    return model, base, "bilip"
+
+
+_RECOGNISERS: tuple[Callable[[Any, Sequence[int] | None], tuple[Bijection, Base | None, str] | None], ...] = (
+    _own,
+    nflows.recognise,
+    freia.recognise,
+    normflows.recognise,
+    zuko.recognise,
+    pyro.recognise,
+    torch_distributions.recognise,
+    memcnn.recognise,
+    generic.recognise,
+)

@@ -1,37 +1,40 @@
-"""A block of another library as a bijection."""
+"""A block of another library as a bijection, and the distribution that its latents are drawn from."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bilip.adapters._agree import agree
 from bilip.adapters._inspect import patched_class
-from bilip.blocks import Bijection, Chain
-from bilip.blocks.reach import Reach, Step
+from bilip.blocks import Bijection, Chain, Flow
+from bilip.blocks.bijection import Reach, Step
 from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz, said_by
 from bilip.nets.readable import tampered
 
-# Libraries of which some blocks have a twin.
-_LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
+__all__ = ["Base", "FlowBase", "Foreign", "ForeignBase", "compose", "drawing", "has_log_det", "per_sample", "reference"]
 
-__all__ = ["Foreign", "compose", "has_log_det", "per_sample"]
+# Libraries some of whose blocks have a native block.
+_LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
+_RENAMED = {"push": "encode", "pull": "decode", "twin": "native"}
 
 
 class Foreign(Bijection):
     r"""A module of another library, seen as $z = F(x)$ from data to latents.
 
     It holds the module itself, so parameters, `state_dict`, `.double()`, `.eval()` and `copy.deepcopy` reach it. What the
-    library raises passes through unchanged. Bounds come from a *twin*: a bilip block with the same nets that computes
-    the same function and is used for proofs alone; a module without one raises `UnknownLipschitz`.
+    library raises passes through unchanged. Bounds come from a *native block*: one of `bilip.blocks` with the same nets
+    that computes the same function and is used for proofs alone; a module without one raises `UnknownLipschitz`.
 
-    A new library is one subclass with `push` and `pull`.
+    A new library is one subclass with `encode` and `decode`.
 
     Args:
         module: The foreign module.
@@ -56,7 +59,7 @@ class Foreign(Bijection):
     """
 
     library: str = "generic"
-    proof_methods: ClassVar[tuple[str, ...]] = ("twin",)
+    proof_methods: ClassVar[tuple[str, ...]] = ("native",)
     has_log_det: bool = True
     stochastic_log_det: bool = False
 
@@ -65,22 +68,29 @@ class Foreign(Bijection):
         self.module = module
         self.kind = type(module).__name__ if kind is None else kind
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in _RENAMED.items():
+            if old in vars(cls) and new not in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now called {new}.", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
+
     # ---- what a library defines
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         """Data to latent; the second entry is the log-determinant as the library gives it, or `None`."""
-        raise BilipError(f"{type(self).__name__} defines no push.")
+        raise BilipError(f"{type(self).__name__} defines no encode.")
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         """Latent to data, with the log-determinant of that direction, or `None`."""
-        raise BilipError(f"{type(self).__name__} defines no pull.")
+        raise BilipError(f"{type(self).__name__} defines no decode.")
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         """A bilip block that computes the same function, for proofs."""
         raise self.unproved()
 
     def context_shape(self) -> tuple[int, ...] | None:
-        """Shape of one context, for a twin that needs one."""
+        """Shape of one context, for a native block that needs one."""
         return None
 
     def helpers(self) -> tuple[object, ...]:
@@ -98,16 +108,16 @@ class Foreign(Bijection):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         self.check(x)
-        return self._whole(x, self.push(x, context, log_det=False)[0])
+        return self._whole(x, self.encode(x, context, log_det=False)[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
         self.check(z)
-        return self._whole(z, self.pull(z, context, log_det=False)[0])
+        return self._whole(z, self.decode(z, context, log_det=False)[0])
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check(x)
         self._require_log_det()
-        z, log_det = self.push(x, context, log_det=True)
+        z, log_det = self.encode(x, context, log_det=True)
         if log_det is None:
             raise self._no_log_det()
         return self._whole(x, z), per_sample(log_det, x)
@@ -115,7 +125,7 @@ class Foreign(Bijection):
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.check(z)
         self._require_log_det()
-        x, log_det = self.pull(z, context, log_det=True)
+        x, log_det = self.decode(z, context, log_det=True)
         if log_det is None:
             return x, -self.forward_and_log_det(x, context)[1]
         return self._whole(z, x), per_sample(log_det, z)
@@ -155,11 +165,11 @@ class Foreign(Bijection):
     @torch.no_grad()
     def trace_shape(self, shape: Sequence[int], *, inverse: bool) -> tuple[int, ...]:
         """The shape that comes out, found by a run of an evaluation copy on constant numbers."""
-        twin = copy.deepcopy(self).eval()
+        copied = copy.deepcopy(self).eval()
         like = reference(self)
         x = torch.full((2, *shape), 0.5, dtype=like.dtype, device=like.device)
         try:
-            return tuple((twin.inverse if inverse else twin.forward)(x).shape[1:])
+            return tuple((copied.inverse if inverse else copied.forward)(x).shape[1:])
         except BilipError:
             raise
         except Exception as error:  # a model may raise anything
@@ -168,25 +178,25 @@ class Foreign(Bijection):
                 "conditional model pass the shape of its latents: bilip.Flow(model, shape=...)."
             ) from error
 
-    # ---- proofs, by the twin
+    # ---- proofs, by the native block
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        twin = self._checked_twin(reach.box.shape, context)
-        return self._one_row(twin.advance(reach, context, formula, name), name)
+        native = self._checked_native(reach.box.shape, context)
+        return self._one_row(native.advance(reach, context, formula, name), name)
 
     def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        twin = self._latent_twin(reach.box, context)
-        return self._one_row(twin.retreat(reach, context, formula, name), name)
+        native = self._latent_native(reach.box, context)
+        return self._one_row(native.retreat(reach, context, formula, name), name)
 
-    def _latent_twin(self, box: Box, context: Box | None) -> Bijection:
-        return self._checked_twin(self.in_shape(box.shape) if box.shape else (), context)
+    def _latent_native(self, box: Box, context: Box | None) -> Bijection:
+        return self._checked_native(self.in_shape(box.shape) if box.shape else (), context)
 
     def _one_row(self, step: Step, name: str) -> Step:
         magnitude = max((row.magnitude for row in step.blocks), default=math.inf)
         row = BlockBound(name or "0", self.kind, step.log_forward, step.log_inverse, magnitude)
         return Step(step.log_forward, step.log_inverse, step.reach, (row,))
 
-    def _checked_twin(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
+    def _checked_native(self, shape: tuple[int, ...], context: Box | None) -> Bijection:
         held = self.module.__dict__.get("held")
         made = type(self.module if held is None else held)
         if made.__module__.split(".")[0] not in (*_LIBRARIES, "torch"):
@@ -197,13 +207,13 @@ class Foreign(Bijection):
             if why is not None:
                 raise self.unproved(f"{kind.__name__} inside it {why}")
         try:
-            twin = self.twin()
+            native = self.native()
         except (UnknownLipschitz, NonFiniteParameters, NotInitialized):
             raise
         except Exception as error:  # whatever was done to it: no block can be built from its parts
             raise self._not_rebuilt(error) from error
         try:
-            same = not shape or agree(self, twin, shape, context, self.context_shape())
+            same = not shape or agree(self, native, shape, context, self.context_shape())
         except (BilipError, RuntimeError, IndexError):  # such as a box of another shape
             raise
         except Exception as error:
@@ -212,23 +222,23 @@ class Foreign(Bijection):
             raise self.unproved(
                 "the installed version computes something else than the one bilip knows, or its parts were changed"
             )
-        return twin
+        return native
 
     def _not_rebuilt(self, error: Exception) -> UnknownLipschitz:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return self.unproved(f"it cannot be rebuilt from its parts ({first.rstrip('.')})")
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self._checked_twin(box.shape, context).log_lip(box, context, formula)
+        return self._checked_native(box.shape, context).log_lip(box, context, formula)
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self._latent_twin(box, context).log_lip_inverse(box, context, formula)
+        return self._latent_native(box, context).log_lip_inverse(box, context, formula)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
-        return self._checked_twin(box.shape, context).interval(box, context)
+        return self._checked_native(box.shape, context).interval(box, context)
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        return self._latent_twin(box, context).interval_inverse(box, context)
+        return self._latent_native(box, context).interval_inverse(box, context)
 
     def _get_name(self) -> str:
         return f"{type(self).__name__}[{self.kind}]"
@@ -276,3 +286,122 @@ def has_log_det(bijection: Bijection) -> bool:
         True
     """
     return all(block.has_log_det for block in bijection.modules() if isinstance(block, Foreign))
+
+
+@torch.no_grad()
+def agree(
+    block: Bijection,
+    native: Bijection,
+    shape: tuple[int, ...],
+    context: Box | None,
+    context_shape: tuple[int, ...] | None,
+) -> bool:
+    """Compare both in float64 on 8 points, there and back; a library that changed a formula fails here, and so does a block whose two
+    directions are no longer each other's inverse, so that no proof speaks about it.
+
+    The way back is compared for samples that the native block brings back itself: of the others rounding leaves nothing to compare.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+    given = _contexts(context, context_shape, generator)
+    native, block = _copy(native), _copy(block)
+    z_native, z = (f(x, given) for f in (native, block))
+    finite = torch.isfinite(z) & torch.isfinite(z_native)
+    if not bool(_close(z, z_native)[finite].all()):
+        return False
+    back_native, back = (f.inverse(z_native, given) for f in (native, block))
+    good = (_close(back_native, x, 1e-9) & finite).flatten(1).all(1)
+    return bool(_close(back, x)[good].all())
+
+
+def _close(a: Tensor, b: Tensor, share: float = 1e-6) -> Tensor:
+    return (a - b).abs() <= share * (1 + b.abs())
+
+
+def _copy(module: Bijection) -> Bijection:
+    return copy.deepcopy(module).double().cpu().eval()
+
+
+def _contexts(context: Box | None, shape: tuple[int, ...] | None, generator: torch.Generator) -> Tensor | None:
+    if context is not None and context.shape and context.is_bounded:
+        return context.sample(8, generator=generator)
+    return None if shape is None else torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+
+
+class Base(ABC):
+    """What a model's latents are drawn from.
+
+    Example:
+        >>> from bilip.adapters import adapt
+        >>> from bilip.models import real_nvp
+        >>> base = adapt(Flow(real_nvp(2))).base
+        >>> base.sample(3).shape, base.log_prob(torch.zeros(3, 2)).shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+
+    @abstractmethod
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Draw `count` latents in the dtype and on the device of the model; with a context, one for each row of it."""
+
+    @abstractmethod
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        """log p(z) in nats, of shape `(batch,)`."""
+
+
+class FlowBase(Base):
+    """The base of a `bilip.Flow`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        if not isinstance(self.flow.base, str):
+            with drawing(generator):
+                return self.flow.sample_base(count).to(reference(self.flow))
+        return self.flow.sample_base(count, generator=generator)
+
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.flow.base_log_prob(z)
+
+
+class ForeignBase(Base):
+    """A distribution module of another library, following the dtype and device of the bijection it belongs to."""
+
+    def __init__(self, module: nn.Module, bijection: Bijection) -> None:
+        self.module, self.bijection = module, bijection
+
+    def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        like = reference(self.bijection)
+        with drawing(generator), torch.no_grad():
+            return self.draw(self._fitting(like), count, context).to(like)
+
+    def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        value = self.density(self._fitting(z), z, context)
+        return value.flatten(1).sum(1) if value.ndim > 1 else value
+
+    @abstractmethod
+    def draw(self, module: nn.Module, count: int, context: Tensor | None) -> Tensor:
+        """Draw from a module in the right dtype."""
+
+    @abstractmethod
+    def density(self, module: nn.Module, z: Tensor, context: Tensor | None) -> Tensor:
+        """Log-density under a module in the right dtype."""
+
+    def _fitting(self, like: Tensor) -> nn.Module:
+        """The module, or a converted copy: converting the bijection must not leave its base behind."""
+        held = [t for t in (*self.module.parameters(), *self.module.buffers()) if t.is_floating_point() and t.ndim]
+        if all(t.dtype == like.dtype and t.device == like.device for t in held):
+            return self.module
+        return copy.deepcopy(self.module).to(like)
+
+
+@contextlib.contextmanager
+def drawing(generator: torch.Generator | None) -> Iterator[None]:
+    """Within this context torch's global randomness follows from a generator; libraries draw from nothing else."""
+    if generator is None:
+        yield
+        return
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield

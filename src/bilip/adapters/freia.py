@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import comes_from, is_a, is_unchanged, join_parts, no_inverse, split_parts
-from bilip.adapters._proofs import Joint, rearranged
-from bilip.adapters._scales import AtanExpScale
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters._proofs import AtanExpScale, Joint, rearranged
+from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import (
     AdditiveCoupling,
     AffineCoupling,
@@ -117,16 +115,16 @@ class FreiaBlock(Foreign):
         self._residual = is_a(module, "IResNetLayer", "FrEIA")
         self.stochastic_log_det = any(is_a(part, "IResNetLayer", "FrEIA") for part in module.modules())
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=self.training)
         if self._residual:
-            return self._residual_push(x, log_det)
+            return self._residual_encode(x, log_det)
         return self._run(x, context, self.inputs, rev=False)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=False)
         if self._residual:
-            return self._residual_pull(z), None
+            return self._residual_decode(z), None
         return self._run(z, context, self.outputs, rev=True)
 
     def _run(self, x: Tensor, context: Tensor | None, shapes: Shapes, *, rev: bool) -> tuple[Tensor, Any]:
@@ -144,7 +142,7 @@ class FreiaBlock(Foreign):
             out = out[0] if len(out) == 1 else join_parts(out)
         return out, log_det
 
-    def _residual_push(self, x: Tensor, log_det: bool) -> tuple[Tensor, Any]:
+    def _residual_encode(self, x: Tensor, log_det: bool) -> tuple[Tensor, Any]:
         z = self.module((x,), rev=False, jac=False)[0][0]
         if not log_det:
             return z, None
@@ -153,8 +151,8 @@ class FreiaBlock(Foreign):
             value = self.module((point,), rev=False, jac=True)[1]
         return z, value if torch.is_grad_enabled() else value.detach()
 
-    def _residual_pull(self, z: Tensor) -> Tensor:
-        """The fixed point of the library.
+    def _residual_decode(self, z: Tensor) -> Tensor:
+        """x from z by the fixed-point iteration of the library.
 
         Its own log-determinant of this direction is taken at z in place of x, and its derivative is that of the last
         step alone, with x held fixed. Steps that are differentiated start from the solution, so they only add the rest.
@@ -193,7 +191,7 @@ class FreiaBlock(Foreign):
     def context_shape(self) -> tuple[int, ...] | None:
         return self.conditions[0] if len(self.conditions) == 1 and self.used else None
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         module: Any = self.module
         if not comes_from(module, "FrEIA") or not type(module).__module__.startswith("FrEIA.modules"):
             raise self.unproved()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from bilip.adapters._function import Function
 from bilip.adapters._inspect import CONTEXT_NAMES, call, context_name, join_parts, no_inverse, split_parts
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import Bijection
 from bilip.errors import InputError
 
-__all__ = ["Callables", "Flagged", "from_callables", "recognise", "reverse_flag"]
+__all__ = ["Callables", "Flagged", "Function", "from_callables", "recognise", "reverse_flag"]
 
 
 def from_callables(
@@ -130,7 +131,7 @@ class Callables(Foreign):
         """Whether the forward callable has an argument for a context."""
         return self._names["forward"] is not None
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         parts, value = _read(call(self.module, x, context, self._names["forward"]), x)
         if len(parts) > 1:
             self._layout = [tuple(part.shape[1:]) for part in parts]
@@ -143,7 +144,7 @@ class Callables(Foreign):
             self.has_log_det = False
         return parts.joined(), value
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         name = self._names["inverse"]
         if self._layout is None:
             out = call(self.back, z, context, name)
@@ -205,7 +206,7 @@ def _without(function: Callable[..., Any], flag: str) -> Callable[..., Any]:
     """A callable with the signature of another, one argument less."""
 
     def bare(*args: Any, **kwargs: Any) -> None:
-        """Is never called."""
+        """Only its signature is looked at."""
 
     signature = inspect.signature(function)
     bare.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != flag])  # type: ignore[attr-defined]
@@ -254,3 +255,79 @@ def _arguments(function: Any) -> float:
         return math.inf
     named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return len(named[:1]) + len([name for name in named[1:] if name not in CONTEXT_NAMES])
+
+
+class Function(nn.Module):
+    """Registers the modules that a callable uses: it may be one, a method or partial of one, or a function that names some.
+
+    Args:
+        function: The callable.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(2, 2)
+        >>> double = copy.deepcopy(Function(lambda x: layer(x) + 1)).double()
+        >>> double(torch.zeros(1, 2, dtype=torch.float64)).dtype, layer.weight.dtype
+        (torch.float64, torch.float32)
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function
+        for name, module in _modules(function).items():
+            self.add_module(name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["function"](*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        parts = {name: copy.deepcopy(module, memo) for name, module in _modules(self.__dict__["function"]).items()}
+        new = Function(_rebuilt(self.__dict__["function"], parts, memo))
+        new.train(self.training)
+        memo[id(self)] = new
+        return new
+
+    def _get_name(self) -> str:
+        return f"Function[{getattr(self.__dict__['function'], '__qualname__', type(self.function).__name__)}]"
+
+
+def _modules(function: Any) -> dict[str, nn.Module]:
+    """The modules that a callable uses, by name."""
+    if isinstance(function, nn.Module):
+        return {"module": function}
+    if isinstance(function, MethodType):
+        return {"module": function.__self__} if isinstance(function.__self__, nn.Module) else {}
+    if isinstance(function, functools.partial):
+        parts = enumerate((function.func, *function.args, *function.keywords.values()))
+        return {f"{name}_{k}": module for k, part in parts for name, module in _modules(part).items()}
+    if not isinstance(function, FunctionType):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    named = {name: _contents(cell) for name, cell in cells}
+    named |= {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    return {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
+
+
+def _rebuilt(function: Any, parts: dict[str, nn.Module], memo: dict[int, Any]) -> Any:
+    """The same callable on other modules."""
+    if not isinstance(function, FunctionType):
+        return copy.deepcopy(function, memo)
+    if not parts:
+        return function
+    cells = tuple(
+        CellType(parts[name]) if name in parts else cell
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+    names = {**function.__globals__, **parts} if any(name in function.__globals__ for name in parts) else None
+    new = FunctionType(
+        function.__code__, names or function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new

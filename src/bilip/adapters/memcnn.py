@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import comes_from, is_a, no_inverse
-from bilip.adapters.base import Base
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import AdditiveCoupling, Bijection, Chain, Split
 
 __all__ = ["MemcnnBlock", "recognise"]
@@ -34,15 +33,15 @@ class MemcnnBlock(Foreign):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, kind=type(_inner(module)).__name__)
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         with _stored(self.module):
             return self.module(x), None
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         with _stored(self.module):
             return self.module.inverse(z), None  # type: ignore[operator]
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         inner: Any = self.module
         while type(inner).__name__ == "InvertibleModuleWrapper" and type(inner).__module__.startswith("memcnn."):
             inner = inner._fn

@@ -20,8 +20,7 @@ from bilip.adapters._inspect import (
     split_parts,
 )
 from bilip.adapters._proofs import rearranged
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.blocks import (
     EXP,
     SIGMOID,
@@ -98,11 +97,11 @@ class NormflowsBlock(Foreign):
         self._names = context_name(module.inverse), context_name(module.forward)  # type: ignore[arg-type]
         self.stochastic_log_det = any(is_a(part, "iResBlock", "normflows") for part in module.modules())
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=self.training)
         return self._call(self.module.inverse, x, context, self._names[0])
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=False)
         return self._call(self.module, z, context, self._names[1])
 
@@ -123,7 +122,7 @@ class NormflowsBlock(Foreign):
     def reshapes(self) -> bool:
         return any(kind.__name__ in ("Squeeze", "Split", "Merge") for kind in type(self.module).__mro__)
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         module: Any = self.module
         if self.kind == "Permute" and type(module).__module__ == "normflows.flows.mixing":
             if module.mode == "shuffle":
@@ -178,13 +177,13 @@ class NormflowsMultiscale(NormflowsBlock):
         shapes = [_base_shape(base) for base in module.q0]  # type: ignore[union-attr]
         self._layout = None if any(shape is None for shape in shapes) else shapes
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=self.training)
         parts, value = self.module.inverse_and_log_det(x)  # type: ignore[operator]
         self._layout = [tuple(part.shape[1:]) for part in parts]
         return join_parts(parts), value
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         self._require_start(allowed=False)
         if self._layout is None:
             raise InputError(
@@ -195,7 +194,7 @@ class NormflowsMultiscale(NormflowsBlock):
     def reshapes(self) -> bool:
         return True
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         raise self.unproved()
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, no_inverse, require_own_map
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.adapters.torch_distributions import (
     DistributionBase,
     TransformBlock,
@@ -82,10 +81,10 @@ class ConditionalBlock(Foreign):
         require_inverse(transform)
         return transform
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self._condition(context), x, inverse=self.reverse, log_det=log_det)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self._condition(context), z, inverse=not self.reverse, log_det=log_det)
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution, Transform, TransformedDistribution
 from torch.distributions.transforms import AffineTransform, ComposeTransform, IndependentTransform
 
-from bilip.adapters._diagonal import ShiftedDiagonal
-from bilip.adapters._holder import Holder, forget
 from bilip.adapters._inspect import comes_from, is_unchanged, no_inverse, require_own_map
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose, reference
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose, reference
 from bilip.blocks import Bijection, Invert, Permutation
+from bilip.bounds import Box, as_float64, log_of
+from bilip.errors import UnknownLipschitz
 
-__all__ = ["DistributionBase", "TransformBlock", "event_log_det", "recognise", "require_inverse"]
+__all__ = [
+    "DistributionBase",
+    "Holder",
+    "ShiftedDiagonal",
+    "TransformBlock",
+    "event_log_det",
+    "recognise",
+    "require_inverse",
+]
 
 # Of these Pyro knows the inverse only from its cache.
 _ONE_WAY = ("Planar", "Radial", "Sylvester", "BlockAutoregressive", "NeuralAutoregressive", "Polynomial")
@@ -89,16 +99,16 @@ class TransformBlock(Foreign):
         super().__init__(Holder(transform), kind=type(transform).__name__)
         self.library, self.reverse = "pyro" if comes_from(transform, "pyro") else "torch", reverse
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self.module.object(), x, inverse=self.reverse, log_det=log_det)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         return apply_fresh(self.module.object(), z, inverse=not self.reverse, log_det=log_det)
 
     def reshapes(self) -> bool:
         return type(self.module.object()).forward_shape is not Transform.forward_shape
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         transform = self.module.object()
         if type(transform) is AffineTransform:
             block: Bijection = ShiftedDiagonal(transform.loc, transform.scale)
@@ -148,3 +158,168 @@ class DistributionBase(ForeignBase):
 
     def density(self, module: Any, z: Tensor, context: Tensor | None) -> Tensor:
         return module.object().log_prob(z)
+
+
+class ShiftedDiagonal(Bijection):
+    r"""$F(x) = a \odot x + b$ with constants: $\mathrm{Lip}(F) = \max |a|$, $\mathrm{Lip}(F^{-1}) = 1 / \min |a|$.
+
+    Args:
+        shift: b, a number or a tensor without a batch.
+        scale: a, likewise, without zeros.
+
+    Example:
+        >>> ShiftedDiagonal(1.0, torch.tensor([2.0, 0.5])).bounds()
+        BiLipschitz(forward=2, inverse=2, domain=Box(-inf, inf))
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self, shift: float | Tensor, scale: float | Tensor) -> None:
+        super().__init__()
+        self.register_buffer("a", as_float64(scale).detach())
+        self.register_buffer("b", as_float64(shift).detach())
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        self._fitting(tuple(x.shape[1:]))
+        return self.b.to(x) + self.a.to(x) * x
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return (z - self.b.to(z)) / self.a.to(z)
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self(x), self.a.abs().log().to(x).expand(x.shape).flatten(1).sum(1)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return log_of(float(self._fitting(box.shape).abs().max()))
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return math.inf if bool((self._fitting(box.shape) == 0).any()) else log_of(float((1 / self.a).abs().max()))
+
+    def _fitting(self, shape: tuple[int, ...]) -> Tensor:
+        for value in (self.a, self.b):
+            if shape and (value.ndim > len(shape) or torch.broadcast_shapes(value.shape, shape) != torch.Size(shape)):
+                raise UnknownLipschitz(
+                    f"an affine transform with tensors of shape {tuple(value.shape)} is not one map for all samples of "
+                    f"shape {shape}, so it has no bound here."
+                )
+        return self.a
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        a = self._fitting(box.shape)
+        ends = torch.stack(torch.broadcast_tensors(box.low * a, box.high * a)).nan_to_num(0.0, math.inf, -math.inf)
+        low, high = ends.amin(0), ends.amax(0)
+        return Box.outward(low + self.b, high + self.b, _rounding(low, high, self.b))
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        a = self._fitting(box.shape)
+        low, high = box.low - self.b, box.high - self.b
+        ends = torch.stack(torch.broadcast_tensors(low / a, high / a))
+        return Box.outward(ends.amin(0), ends.amax(0), _rounding(low, high, self.b) / a.abs())
+
+
+def _rounding(*values: Tensor) -> Tensor:
+    return sum((1e-15 * value.abs().nan_to_num(0.0, 0.0, 0.0) for value in values), torch.zeros(()))  # type: ignore[return-value]
+
+
+class Holder(nn.Module):
+    """Registers the tensors and modules that an object and its parts hold.
+
+    Args:
+        held: A transform or a distribution of torch, plain or a module itself.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributions.transforms import AffineTransform
+        >>> holder = Holder(AffineTransform(torch.zeros(2), torch.ones(2))).double()
+        >>> holder.object().scale.dtype
+        torch.float64
+    """
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.__dict__["held"] = held  # a module among the held is registered below, under a plain name
+        self.places: list[tuple[Any, Any, str]] = []
+        self._register()
+
+    def object(self) -> Any:
+        """The object, with the tensors as they are now."""
+        for owner, key, name in self.places:
+            value = getattr(self, name)
+            if isinstance(owner, (list, dict)):
+                owner[key] = value
+            else:
+                owner.__dict__[key] = value
+        return self.__dict__["held"]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Holder:
+        self._register()  # what an object computed meanwhile, such as an inverse permutation, moves too
+        super()._apply(fn, recurse)
+        self.object()
+        return self
+
+    def _register(self) -> None:
+        known = {(id(owner), key) for owner, key, _ in self.places}
+        _visit(self.__dict__["held"], self, known, set())
+
+
+def _visit(value: Any, holder: Holder, known: set[tuple[int, Any]], seen: set[int]) -> None:
+    """Walk through an object and what it is made of."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module) and not any(value is part for part in holder._modules.values()):
+        holder.add_module(f"module{len(holder._modules)}", value)
+    if isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _visit(part, holder, known, seen)
+    elif isinstance(value, MethodType):
+        _visit(value.__self__, holder, known, seen)
+    elif isinstance(value, (list, tuple)):
+        _visit_items(value, enumerate(value), holder, known, seen)
+    elif isinstance(value, dict):
+        _visit_items(value, value.items(), holder, known, seen)
+    elif isinstance(value, (Transform, Distribution)) or type(value).__module__.startswith("pyro.distributions"):
+        items = [(k, v) for k, v in vars(value).items() if k not in ("_parameters", "_buffers", "_modules")]
+        _visit_items(value, items, holder, known, seen)
+
+
+def _visit_items(owner: Any, items: Any, holder: Holder, known: set[tuple[int, Any]], seen: set[int]) -> None:
+    for key, part in list(items):
+        if isinstance(key, str) and key.startswith("_cached"):
+            continue
+        if not isinstance(part, Tensor):
+            _visit(part, holder, known, seen)
+        elif not isinstance(owner, tuple) and (id(owner), key) not in known:
+            name = f"tensor{len(holder.places)}"
+            if isinstance(part, nn.Parameter):
+                holder.register_parameter(name, part)
+            else:
+                holder.register_buffer(name, part)
+            holder.places.append((owner, key, name))
+
+
+def forget(value: Any) -> None:
+    """Empty the caches of a transform and its parts: a cached inverse is the input again, not an inverse.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributions.transforms import ExpTransform
+        >>> t, x = ExpTransform(cache_size=1), torch.ones(2)
+        >>> y = t(x); forget(t); t.inv(y) is x
+        False
+    """
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            forget(part)
+    if not isinstance(value, Transform):
+        return
+    for key, part in list(vars(value).items()):
+        if key == "_cached_x_y":
+            value.__dict__[key] = (None, None)
+        elif key.startswith("_cached") and isinstance(part, (Tensor, tuple)):
+            value.__dict__[key] = None
+        elif key != "_inv" and isinstance(part, (Transform, list, tuple)):
+            forget(part)
+    for part in getattr(value, "_modules", {}).values():
+        forget(part)

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, is_unchanged, require_own_map
-from bilip.adapters._proofs import Joint, rearranged
-from bilip.adapters._scales import SoftclipExpScale
-from bilip.adapters.base import Base, ForeignBase
-from bilip.adapters.foreign import Foreign, compose
+from bilip.adapters._proofs import Joint, SoftclipExpScale, rearranged
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.adapters.torch_distributions import event_log_det, require_inverse
 from bilip.blocks import AffineCoupling, Bijection, Indices, Invert, Permutation
 from bilip.errors import InputError
@@ -29,7 +27,7 @@ def recognise(model: Any, shape: Sequence[int] | None) -> tuple[Bijection, Base 
 def recognise_embedded(
     model: Any, shape: Sequence[int] | None, embedding: nn.Module | None
 ) -> tuple[Bijection, Base | None, str] | None:
-    """The same, with a net that is applied to contexts first."""
+    """A lazy flow or transform, as in `recognise`, with a net that is applied to contexts first."""
     if is_a(model, "LazyTransform", "zuko"):
         return compose(list(_blocks(model, embedding)), shape), None, "zuko"
     if is_a(model, "NormalizingFlow", "zuko"):
@@ -93,11 +91,11 @@ class ZukoBlock(Foreign):
         require_inverse(transform)
         return transform
 
-    def push(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         transform = self._build(context)
         return _apply(transform.inv if self.reverse else transform, x, log_det)
 
-    def pull(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
+    def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
         transform = self._build(context)
         return _apply(transform if self.reverse else transform.inv, z, log_det)
 
@@ -110,7 +108,7 @@ class ZukoBlock(Foreign):
         univariate = getattr(self.module, "univariate", None)
         return (univariate,) if isinstance(univariate, type) else ()
 
-    def twin(self) -> Bijection:
+    def native(self) -> Bijection:
         module: Any = self.module
         if self.kind == "PermutationTransform" and type(module()).__module__ == "zuko.transforms":
             block: Bijection = Permutation(module().order.detach(), dim=-1)

@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
@@ -18,14 +18,14 @@ import torch
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
 from bilip.auditing.float32 import float32_products, uses_tf32
-from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import PROBES, Task
 from bilip.auditing.share import Share
+from bilip.auditing.subject import ENDED
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
-from bilip.data.loader import is_loader
+from bilip.data.convert import is_loader
 from bilip.data.noise import NOISE_NAMES
 from bilip.data.rows import TensorRows
 from bilip.errors import BilipError, InputError, NotMeasured, said_by
@@ -104,7 +104,7 @@ def audit(
     with _unended():
         subject = p.Subject.of(model, name)
     _require_numbers(subject)
-    streams = _sources(sources, ood, spent, seed, subject)
+    streams = make_sources(sources, ood, spent, seed, subject)
     for stream in streams:
         stream.check(spent.samples)
     thresholds = replace(
@@ -112,9 +112,7 @@ def audit(
         relative=thresholds.limit(subject.eps),
         bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
     )
-    show, stopped = progress or (_Line() if share.rank == 0 else _quiet), False
-    measurements: list[Measurement] = []
-    failing: dict[str, Batch] = {}
+    show = progress or (_Line() if share.rank == 0 else _quiet)
     with (
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
@@ -128,70 +126,26 @@ def audit(
         for stream in streams:
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
             subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
-        main = next((s for s in streams if s.role == "data"), streams[0])
         plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
         share.agree("model", subject.bijection.state_dict().values())
         for stream in streams:
             some = next(iter(stream.batches(64, limit=64, dtype=torch.float64)))
             share.agree(f"source {stream.name!r}", (some.x, some.context))
-
-        def measured(task: tuple[p.Probe, Source], begun: int) -> _Done:
-            nonlocal stopped
-            probe, stream = task
-            if share.interrupted and not keep_interrupted:
-                raise KeyboardInterrupt
-            stopped = stopped or share.interrupted
-            if stopped or clock.over:
-                reason = "the audit was stopped before" if stopped else clock.reason
-                return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=stopped)
-            text, done = f"{probe.name} on {stream.name}", len(measurements) + begun
-            try:
-                show(text, min(1.0, done / len(plan)))
-                with subject.watched(clock.check), _told(probe, _moving(clock, show, text, done, len(plan))):
-                    found = probe.find(subject, _at_failing(probe, stream, failing))
-                if clock.rang:  # a part of what it measures may be missing
-                    return _Done(Measurement(probe.name, stream.name, reason=clock.reason))
-                lost = found.failing
-                if lost is not None and share.size > 1:  # it travels
-                    lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
-                return _Done(found.measurement, lost)
-            except KeyboardInterrupt:
-                if not keep_interrupted:
-                    raise
-                stopped = True
-                reason = "the audit was stopped here"
-                return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=True)
-
-        def work(tasks: list[tuple[p.Probe, Source]]) -> None:
-            nonlocal stopped
-            # What is measured once takes longest: another process does the rest meanwhile.
-            order = sorted(range(len(tasks)), key=lambda k: share.size > 1 and tasks[k][0].scope != "data")
-            for done in share.all_of(tasks, order, measured):
-                measurements.append(done.measurement)
-                stopped = stopped or done.stopped
-                if done.failing is not None:
-                    failing.setdefault(done.measurement.source, done.failing)
-
-        # Probes that look closer at what failed wait for those that find it.
-        for _, group in itertools.groupby(plan, lambda pair: pair[0].scope == "failing"):
-            work([(q, s) for q, s in group if not q.only_failing or s is main or s.name in failing])
-        if "base" in failing and not stopped and all(s.name != "base" for s in streams):  # bad samples of the model
-            bad = Source("base", TensorRows(failing["base"].x), context=_context_rows(failing["base"]))
-            work([(q, bad) for q in {q.name: q for q, _ in plan if q.scope == "failing"}.values()])
+        run = _Run(subject, plan, clock, share, show, keep_interrupted)
+        run.measure(streams)
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
     return AuditRecord(
         model=_about(subject, streams[0]) | ({"description": description} if description else {}),
         sources=described,
-        measurements=tuple(measurements),
-        verdicts=judge(measurements, described, thresholds, subject.eps),
+        measurements=tuple(run.measurements),
+        verdicts=judge(run.measurements, described, thresholds, subject.eps),
         settings={
             "seed": seed,
             "budget": budget if isinstance(budget, str) else "custom",
             "costs": asdict(spent),
             "probes": list(dict.fromkeys(probe.name for probe, _ in plan)),
-            "thresholds": {k: v for k, v in asdict(thresholds).items() if v is not None and k not in ("share", "more")}
-            | dict(thresholds.more or {}),
+            "thresholds": thresholds.as_settings(),
             "sections": {
                 probe.name: {"title": probe.section[0], "lead": probe.section[1]}
                 for probe, _ in plan
@@ -201,10 +155,10 @@ def audit(
             "command": command,
             "seconds": round(monotonic() - started, 3),
             **as_run,
-            "stopped": stopped,
+            "stopped": run.stopped,
             "time": time,
-            "ended": next((text for m in measurements for text in _said(m) if text.startswith(ENDED)), ""),
-            "out_of_time": clock.rang or any(m.reason == clock.reason for m in measurements if m.reason),
+            "ended": run.ended,
+            "out_of_time": run.out_of_time,
         },
         environment=environment() | _device(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -218,6 +172,95 @@ class _Done:
     measurement: Measurement
     failing: Batch | None = None
     stopped: bool = False
+
+
+@dataclass
+class _Run:
+    """The measuring part of an audit: every planned probe on its source, those that look at failing samples last.
+
+    Attributes:
+        subject: The model.
+        plan: Probes and sources, in order.
+        clock: How long it may take.
+        share: Which process does what.
+        show: Progress, as the caller of the audit wants it.
+        keep_interrupted: Whether Ctrl-C ends the audit with what was measured so far.
+        measurements: What was measured.
+        failing: Samples that failed, by their source.
+        stopped: Whether it was interrupted.
+    """
+
+    subject: p.Subject
+    plan: list[tuple[p.Probe, Source]]
+    clock: _Clock
+    share: Share
+    show: Progress
+    keep_interrupted: bool
+    measurements: list[Measurement] = field(default_factory=list)
+    failing: dict[str, Batch] = field(default_factory=dict)
+    stopped: bool = False
+
+    def measure(self, streams: Sequence[Source]) -> None:
+        """Fill `measurements`, in the order of the plan."""
+        main = main_source(streams)
+        # Probes that look closer at what failed wait for those that find it.
+        for _, group in itertools.groupby(self.plan, lambda pair: pair[0].scope == "failing"):
+            self._all_of([(q, s) for q, s in group if not q.only_failing or s is main or s.name in self.failing])
+        lost = self.failing.get("base")  # bad samples of the model
+        if lost is not None and not self.stopped and all(s.name != "base" for s in streams):
+            bad = Source("base", TensorRows(lost.x), context=_context_rows(lost))
+            self._all_of([(q, bad) for q in {q.name: q for q, _ in self.plan if q.scope == "failing"}.values()])
+
+    @property
+    def ended(self) -> str:
+        """What a model said that ended the program; empty where none did."""
+        said = (text for m in self.measurements for text in _said(m))
+        return next((text for text in said if text.startswith(ENDED)), "")
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether something was left out because the time was over."""
+        return self.clock.rang or any(m.reason == self.clock.reason for m in self.measurements if m.reason)
+
+    def _all_of(self, tasks: list[tuple[p.Probe, Source]]) -> None:
+        # What is measured once takes longest: another process does the rest meanwhile.
+        order = sorted(range(len(tasks)), key=lambda k: self.share.size > 1 and tasks[k][0].scope != "data")
+        for done in self.share.all_of(tasks, order, self._one):
+            self.measurements.append(done.measurement)
+            self.stopped = self.stopped or done.stopped
+            if done.failing is not None:
+                self.failing.setdefault(done.measurement.source, done.failing)
+
+    def _one(self, task: tuple[p.Probe, Source], begun: int) -> _Done:
+        """One probe on one source; `begun` counts the tasks of its group before it."""
+        probe, stream = task
+        if self.share.interrupted and not self.keep_interrupted:
+            raise KeyboardInterrupt
+        self.stopped = self.stopped or self.share.interrupted
+        if self.stopped or self.clock.over:
+            reason = "the audit was stopped before" if self.stopped else self.clock.reason
+            return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=self.stopped)
+        text, done = f"{probe.name} on {stream.name}", len(self.measurements) + begun
+
+        def moved(part: float) -> None:
+            self.clock.check()
+            self.show(text, min(1.0, (done + part) / len(self.plan)))
+
+        try:
+            self.show(text, min(1.0, done / len(self.plan)))
+            with self.subject.watched(self.clock.check):
+                found = probe.find(self.subject, _at_failing(probe, stream, self.failing), progress=moved)
+        except KeyboardInterrupt:
+            if not self.keep_interrupted:
+                raise
+            self.stopped = True
+            return _Done(Measurement(probe.name, stream.name, reason="the audit was stopped here"), stopped=True)
+        if self.clock.rang:  # a part of what it measures may be missing
+            return _Done(Measurement(probe.name, stream.name, reason=self.clock.reason))
+        lost = found.failing
+        if lost is not None and self.share.size > 1:  # it travels
+            lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
+        return _Done(found.measurement, lost)
 
 
 class _Clock:
@@ -242,30 +285,6 @@ class _Clock:
         if self.over:
             self.rang = True
             raise NotMeasured(self.reason)
-
-
-def _moving(clock: _Clock, show: Progress, text: str, done: int, planned: int) -> Callable[[float], None]:
-    """What a probe calls as it goes: looks at the clock, and shows how far the audit is."""
-
-    def moved(share: float) -> None:
-        clock.check()
-        show(text, min(1.0, (done + share) / planned))
-
-    return moved
-
-
-@contextlib.contextmanager
-def _told(probe: p.Probe, progress: Callable[[float], None]) -> Iterator[None]:
-    """Inside, a probe tells of its progress; afterwards it is as it was."""
-    before = vars(probe).get("progress")
-    probe.progress = progress
-    try:
-        yield
-    finally:
-        if before is None:
-            del probe.progress
-        else:
-            probe.progress = before
 
 
 def _said(measurement: Measurement) -> list[str]:
@@ -293,7 +312,8 @@ def _require_numbers(subject: p.Subject) -> None:
         )
 
 
-def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject: p.Subject) -> list[Source]:
+def make_sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject: p.Subject) -> list[Source]:
+    """The sources of an audit, shuffled with its seed, and the noise that `ood` names, made from the first data source."""
     table = dict(given) if isinstance(given, Mapping) else {"data": given}
     if not table:
         raise InputError("audit: there is no source. Pass a batch, or a dict of names and batches.")
@@ -310,7 +330,7 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject:
                 f"the sources differ in shape: samples of {first.name!r} have shape {first.shape}, those of {source.name!r} "
                 f"{source.shape}. One model takes one of them."
             )
-    like = next((s for s in found.values() if s.role == "data"), first)
+    like = main_source(list(found.values()))
     for spec in ood:
         if spec in found:
             continue
@@ -321,6 +341,11 @@ def _sources(given: Any, ood: Sequence[str], budget: Budget, seed: int, subject:
             )
         found[spec] = noise(spec, like, count=budget.noise, seed=seed)
     return list(found.values())
+
+
+def main_source(sources: Sequence[Source]) -> Source:
+    """The first source of data; where all are out of distribution, the first one."""
+    return next((s for s in sources if s.role == "data"), sources[0])
 
 
 def source_for(
@@ -368,7 +393,7 @@ def _plan(
     seed: int,
 ) -> Iterable[tuple[p.Probe, Source]]:
     """Every registered probe that the budget pays for, where its scope says; then the probes that were passed."""
-    main = next((s for s in streams if s.role == "data"), streams[0])
+    main = main_source(streams)
     task = Task(
         seed=seed,
         shape=main.shape,

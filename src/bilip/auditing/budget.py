@@ -24,7 +24,7 @@ class Budget:
         steps: Lanczos steps for larger ones.
         attack: Samples attacked; 0 leaves the attack out.
         attack_steps: Steps of the attack.
-        precision: Samples on the precision ladder; 0 leaves it out.
+        precision: Samples computed in each floating-point format; 0 leaves it out.
         repeats: Repeated round trips.
         gradients: Samples whose memory-saving gradients are compared with stored ones; 0 leaves them out.
         bad_share: Share of bad samples that is allowed, where `Thresholds` name none.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bilip.auditing.guarded import Outcome, run_guarded
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.errors import NotMeasured
 
 __all__ = ["Reference", "log_prob", "same_draws", "tolerance"]
@@ -43,16 +42,16 @@ class Reference:
     """
 
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject.twin(torch.float64)
+        self.subject = subject.copy_in(torch.float64)
         self.own = subject.dtype == torch.float64
         self._watched: dict[str, bool] = {}  # calls that were looked at, and whether they have to be kept in float64
 
     def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
-        """F(x)."""
+        """F(x) by the float64 copy; `shaken` moves x in its last bit."""
         return self._run("encode", lambda: self.subject.forward(*self._inputs(x, context, shaken)))
 
     def decode(self, z: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
-        """F^-1(z)."""
+        """F^-1(z) by the float64 copy; `shaken` moves z in its last bit."""
         return self._run("decode", lambda: self.subject.inverse(*self._inputs(z, context, shaken)))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Tensor:

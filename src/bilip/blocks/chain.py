@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
 
-from bilip.blocks.actnorm import ActNorm
-from bilip.blocks.bijection import Bijection
-from bilip.blocks.conv1x1 import InvertibleConv1x1, invert, log_abs_det
+from bilip._torch import is_transformed
+from bilip.blocks.bijection import Bijection, Reach, Step
+from bilip.blocks.conv1x1 import InvertibleConv1x1, Stack, invert, log_abs_det
+from bilip.blocks.diagonal import ActNorm
 from bilip.blocks.log_det import one_draw
 from bilip.blocks.neural_ode import NeuralODE
-from bilip.blocks.reach import Reach, Step
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
-from bilip.nets.cache import EvalCache, is_transformed
+from bilip.nets.cache import EvalCache
 from bilip.nets.readable import is_itself, is_watched
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
 
@@ -188,7 +188,7 @@ class _Pass:
         self.terms: list[Tensor] = []
         self.constants: dict[int, list[Tensor]] = {}  # by the number of pixels
         self.held: list[HeldLinear | HeldConv2d] = []
-        groups: dict[tuple[object, ...], list[int]] = {}
+        stacks: dict[tuple[object, ...], dict[int, tuple[Tensor, Tensor | None]]] = {}
         anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
             if type(block) is ActNorm and not is_watched(block):
@@ -196,24 +196,21 @@ class _Pass:
             elif anew and (net := iterated(block)) is not None:
                 self.held += held_layers(net)
             elif type(block) is InvertibleConv1x1 and block.kind == "full" and not is_watched(block):
-                scaled = k > 0 and _only_scales(self.blocks[k - 1], block.channels)
-                weight = block.weight
-                groups.setdefault((block.channels, scaled, weight.dtype, weight.device), []).append(k)
-        for key, places in groups.items():
-            self._prepare(key, places, scaled=bool(key[1]))
+                norm = self.blocks[k - 1] if k else None
+                pair = block.weight, norm.log_scale if only_scales(norm, block) else None
+                stacks.setdefault(Stack.key_of(*pair), {})[k] = pair
+        for pairs in stacks.values():
+            self._prepare(list(pairs), Stack(list(pairs.values())))
+            self.shifts.update(k - 1 for k, (_, log_scale) in pairs.items() if log_scale is not None)
 
-    def _prepare(self, key: tuple[object, ...], places: list[int], *, scaled: bool) -> None:
-        stack = torch.stack([self.blocks[k].weight for k in places])  # type: ignore[arg-type]
+    def _prepare(self, places: list[int], stack: Stack) -> None:
         wanted = [invert] * self.inverse + [log_abs_det] * self.with_log_det
-        values = self.chain._caches.setdefault(key, EvalCache()).get_all(self.chain, stack, wanted)
-        matrices = values[0] if self.inverse else stack
-        if scaled:
-            self.shifts.update(k - 1 for k in places)
-            scales = torch.stack([self.blocks[k - 1].log_scale for k in places]).exp()  # type: ignore[arg-type]
-            matrices = matrices / scales[:, :, None] if self.inverse else matrices * scales[:, None, :]
+        values = self.chain._caches.setdefault(stack.key, EvalCache()).get_all(self.chain, stack.weights, wanted)
+        matrices = stack.inverses(values[0]) if self.inverse else stack.matrices()
         self.matrices.update(zip(places, matrices.unbind(), strict=True))
         if self.with_log_det:
-            self.fixed.update((k, (len(stack[0]), log)) for k, log in zip(places, values[-1].split(1), strict=True))
+            channels = len(stack.weights[0])
+            self.fixed.update((k, (channels, log)) for k, log in zip(places, values[-1].split(1), strict=True))
 
     def through(self, x: Tensor, context: Tensor | None) -> Tensor:
         """The image of `x`."""
@@ -256,8 +253,8 @@ def iterated(block: Bijection) -> nn.Module | None:
     return block.f if type(block) is NeuralODE else None
 
 
-def _only_scales(block: Bijection, channels: int) -> bool:
-    """Whether a block is an ActNorm whose scale can go into the matrix after it."""
-    if type(block) is not ActNorm or block.features != channels or block.dim != 1:
+def only_scales(norm: Bijection | None, conv: InvertibleConv1x1) -> TypeGuard[ActNorm]:
+    """Whether a block is an ActNorm whose scale can go into the matrix of the 1x1 convolution after it."""
+    if type(norm) is not ActNorm or norm.features != conv.channels or norm.dim != 1:
         return False
-    return block._ready and not is_watched(block)
+    return norm._ready and not is_watched(norm)

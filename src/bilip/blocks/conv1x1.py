@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip import _linalg
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, exp_up, log_norm, log_of, log_product, log_sum, norms
 from bilip.errors import InputError, NoGlobalBound, PartitionError
 from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
 
-__all__ = ["InvertibleConv1x1", "invert", "log_abs_det"]
+__all__ = ["InvertibleConv1x1", "Stack", "invert", "log_abs_det"]
 
 KINDS = ("full", "plu", "orthogonal")
 
@@ -219,6 +221,43 @@ class InvertibleConv1x1(Bijection):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kind={self.kind!r}"
+
+
+class Stack:
+    r"""Free matrices $W$ of 1x1 convolutions and the log-scales $s$ of the ActNorms right before them, by the stack.
+
+    Both together are $M = W \mathrm{diag}(e^s)$ after a shift: one product, one solve, one determinant for many blocks, since on a
+    device each launch counts. A stack holds matrices of one size, dtype and device, all of them with a scale or none.
+
+    Args:
+        pairs: $W$ and $s$, or `None` for $s$ where no ActNorm stands before.
+
+    Attributes:
+        key: What the pairs of a stack have in common.
+        weights: Of shape `(count, channels, channels)`.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        self.key = self.key_of(*pairs[0])
+        self.weights = torch.stack([weight for weight, _ in pairs])
+        self._logs = [log_scale for _, log_scale in pairs if log_scale is not None]
+
+    @staticmethod
+    def key_of(weight: Tensor, log_scale: Tensor | None) -> tuple[object, ...]:
+        """Pairs with the same key fit into one stack."""
+        return len(weight), log_scale is not None, weight.dtype, weight.device
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        return torch.stack(self._logs).exp()
+
+    def matrices(self) -> Tensor:
+        """M of each."""
+        return self.weights * self._scales[:, None, :] if self._logs else self.weights
+
+    def inverses(self, solved: Tensor) -> Tensor:
+        """M^-1 of each, from the inverses of the weights."""
+        return solved / self._scales[:, :, None] if self._logs else solved
 
 
 def invert(weight: Tensor) -> Tensor:

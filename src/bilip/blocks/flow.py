@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,22 @@ __all__ = ["Flow"]
 class Flow(nn.Module):
     r"""A normalizing flow: $\log p(x) = \log p_Z(F(x)) + \log |\det J_F(x)|$.
 
+    It has all that its bijection has, `forward`, `inverse`, `bounds` and whatever else `Bijection` defines.
+
     Args:
         bijection: The map F from data to latents.
         base: `"normal"`, a standard normal, or a `torch.distributions.Distribution` over latents.
         shape: Shape of one latent, for sampling; a chain that knows its shape provides it.
 
     Example:
+        >>> import bilip
         >>> from bilip import models
         >>> flow = Flow(models.real_nvp(2, blocks=4))
         >>> flow.log_prob(torch.zeros(5, 2)).shape, flow.sample(3).shape
         (torch.Size([5]), torch.Size([3, 2]))
+        >>> z = flow(torch.zeros(5, 2))
+        >>> flow.inverse(z).shape, flow.bounds(bilip.Box(-4, 4)).inverse >= 1
+        (torch.Size([5, 2]), True)
     """
 
     def __init__(
@@ -46,6 +53,15 @@ class Flow(nn.Module):
         if shape is None and bijection.shape is not None:
             shape = bijection.out_shape(bijection.shape)
         self.latent_shape = None if shape is None else tuple(shape)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The latents F(x)."""
+        return self.bijection(x, context)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "bijection" and hasattr(Bijection, name):
+            return getattr(self.bijection, name)
+        return super().__getattr__(name)
 
     def base_log_prob(self, z: Tensor) -> Tensor:
         """Log p_Z(z), of shape `(batch,)`."""

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.blocks.bijection import Bijection
-from bilip.blocks.reach import Reach, Step
+from bilip.blocks.bijection import Bijection, Reach, Step
 from bilip.bounds import EPS, Box, log_of
 from bilip.errors import InputError
 

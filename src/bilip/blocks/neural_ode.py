@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import is_transformed
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
 from bilip.nets import certify
-from bilip.nets.cache import is_plain, is_transformed
+from bilip.nets.cache import is_plain
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 
 __all__ = ["NeuralODE"]

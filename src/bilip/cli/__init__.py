@@ -16,7 +16,7 @@ def main() -> None:
     except ImportError as error:
         print(f"bilip: the command line needs {error.name}: pip install 'bilip[cli]'", file=sys.stderr)
         sys.exit(2)
-    from bilip.cli._door import end
+    from bilip.cli._ending import end
 
     warnings.filterwarnings("ignore", message=".*deprecated")  # for the developers of libraries
     shown, warnings.showwarning = warnings.showwarning, _note

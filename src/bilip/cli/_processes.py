@@ -13,7 +13,7 @@ from types import FrameType
 
 import typer
 
-from bilip.cli._door import Stop, last_words
+from bilip.cli._ending import Stop, last_words
 from bilip.errors import InputError
 
 __all__ = ["Processes", "processes"]

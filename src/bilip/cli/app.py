@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import bilip
-from bilip.cli._door import door
+from bilip.cli._ending import with_exit_codes
 from bilip.cli.audit import audit
 from bilip.cli.bounds import bounds
 from bilip.cli.cure import cure
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for verb in (audit, cure, report, compare, bounds, demo, reproduce, data):
-    app.command()(door(verb))
+    app.command()(with_exit_codes(verb))
 
 
 @app.callback(invoke_without_command=True)

@@ -6,18 +6,23 @@ import difflib
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from bilip.cli._arguments import listed, named_files, require_page, require_writable
 from bilip.cli._bar import bar
-from bilip.cli._door import Stop
+from bilip.cli._ending import Stop
 from bilip.cli._processes import Processes, processes
 from bilip.errors import InputError
 
-__all__ = ["audit", "require_page", "require_writable"]
+if TYPE_CHECKING:
+    from bilip.record import AuditRecord
+
+__all__ = ["audit"]
 
 
 def audit(
@@ -79,7 +84,7 @@ def audit(
     from bilip._project import find_project
 
     project = find_project()
-    required = list(project.require) if require is None else _listed(require)
+    required = list(project.require) if require is None else listed(require)
     _require_uses(required, None if require is not None else project.path)
     not_measured = not_measured or project.not_measured or "fail"
     if not_measured not in ("fail", "pass"):
@@ -89,21 +94,16 @@ def audit(
             "there is no data: pass --data FILE, or name files under sources in [tool.bilip] of pyproject.toml."
         )
     limits = {**project.limits, **_limits(limit or [])}
-    if summary is None and os.environ.get("GITHUB_STEP_SUMMARY"):
-        summary = Path(os.environ["GITHUB_STEP_SUMMARY"])
+    written = _Written(out, html, junit, summary or _summary_of_github())
     if Processes.started().first:
-        for path in (out, html, junit, summary):
-            require_writable(path)
-        require_page(html)
+        written.require_writable()
 
     import bilip
-    from bilip import report
-    from bilip.cli._target import load_model
-    from bilip.record import write_aside
+    from bilip.cli._arguments import load_model
 
     thresholds = bilip.Thresholds(**limits)
-    sources = _sources(data) if data else dict(project.sources)
-    noise = project.ood if ood is None else _listed(ood)
+    sources = named_files(data) if data else dict(project.sources)
+    noise = project.ood if ood is None else listed(ood)
     with Stop() as stop, processes(stop) as here:
         model = load_model(target, device)
         with bar(quiet=not here.first) as running:
@@ -121,7 +121,7 @@ def audit(
                 budget=budget or project.budget or "standard",
                 time=project.time if time is None else time,
                 thresholds=thresholds,
-                probes=_listed(probes) or None,
+                probes=listed(probes) or None,
                 bits=bits,
                 seed=seed,
                 name=target,
@@ -132,29 +132,61 @@ def audit(
             )
             stop.late = True
         if here.first:
-            if out is not None:  # first of all: what was measured must not be lost
-                record.save(out)
-            report.print_terminal(record)
-            shown = Console(highlight=False, soft_wrap=True)
-            if out is not None:
-                shown.print(f"wrote {out}", markup=False)
-            if junit is not None:
-                write_aside(junit, report.to_junit(record, require=required, not_measured=not_measured))
-                shown.print(f"wrote {junit}", markup=False)
-            if summary is not None:
-                with summary.open("a", encoding="utf-8") as file:
-                    file.write(report.to_markdown(record) + "\n")
-                shown.print(f"added to {summary}", markup=False)
-            if html is not None:
-                report.write_html(record, html)
-                shown.print(f"wrote {html}", markup=False)
-            if project.path is not None:
-                shown.print(f"settings of {project.path} [tool.bilip]", markup=False)
+            written.write(record, required, not_measured, project.path)
         stop.check()
         if record.settings["stopped"]:
             raise KeyboardInterrupt
-    if not here.first:
-        return
+    if here.first:
+        _require_safe(record, required, not_measured)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The files that an audit leaves."""
+
+    out: Path | None
+    html: Path | None
+    junit: Path | None
+    summary: Path | None
+
+    def require_writable(self) -> None:
+        for path in (self.out, self.html, self.junit, self.summary):
+            require_writable(path)
+        require_page(self.html)
+
+    def write(self, record: AuditRecord, required: list[str], not_measured: str, project: Path | None) -> None:
+        """Save the record, print it, then write what else was asked for."""
+        from bilip import report
+        from bilip.record import write_aside
+
+        if self.out is not None:  # first of all: what was measured must not be lost
+            record.save(self.out)
+        report.print_terminal(record)
+        shown = Console(highlight=False, soft_wrap=True)
+        if self.out is not None:
+            shown.print(f"wrote {self.out}", markup=False)
+        if self.junit is not None:
+            write_aside(self.junit, report.to_junit(record, require=required, not_measured=not_measured))
+            shown.print(f"wrote {self.junit}", markup=False)
+        if self.summary is not None:
+            with self.summary.open("a", encoding="utf-8") as file:
+                file.write(report.to_markdown(record) + "\n")
+            shown.print(f"added to {self.summary}", markup=False)
+        if self.html is not None:
+            report.write_html(record, self.html)
+            shown.print(f"wrote {self.html}", markup=False)
+        if project is not None:
+            shown.print(f"settings of {project} [tool.bilip]", markup=False)
+
+
+def _summary_of_github() -> Path | None:
+    """The file that GitHub shows beside a run; `None` elsewhere."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    return Path(path) if path else None
+
+
+def _require_safe(record: AuditRecord, required: list[str], not_measured: str) -> None:
+    """Leave with exit code 1 unless every required use is safe."""
     if required and record.settings["ended"]:
         print(f"bilip: required, but {record.settings['ended']}", file=sys.stderr)
         raise typer.Exit(1)
@@ -191,42 +223,3 @@ def _limits(entries: list[str]) -> dict[str, float]:
         except ValueError as error:
             raise InputError(f"--limit {entry}: expected a number after the equals sign.") from error
     return found
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _sources(entries: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for entry in entries:
-        name, equals, path = entry.partition("=")
-        if not equals or not name or Path(entry).exists():
-            name, path = Path(entry).stem or "data", entry
-        if name in found:
-            raise InputError(f"--data: two sources are called {name!r}. Give each a name, as in --data other={path}.")
-        found[name] = path
-    return found
-
-
-def require_page(path: Path | None) -> None:
-    """Say what a page needs before a long audit, not after it."""
-    if path is not None:
-        from bilip.report.extras import need
-
-        for module in ("jinja2", "markupsafe", "plotly.offline"):
-            need(module, "the HTML page")
-
-
-def require_writable(path: Path | None) -> None:
-    """Say so before a long audit, not after it."""
-    if path is None:
-        return
-    folder = path.parent if str(path.parent) else Path()
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder.")
-    if not folder.is_dir():
-        why = f"{folder} is not a folder" if folder.exists() else f"the folder {folder} does not exist"
-        raise InputError(f"cannot write {path}: {why}.")
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise InputError(f"cannot write {path}: no permission.")

@@ -29,8 +29,7 @@ def bounds(
     Without a box the bounds hold everywhere; a model without a global bound then ends in an error that says so.
     """
     from bilip.bounds import Box
-    from bilip.cli._target import load_bijection
-    from bilip.cli.audit import require_writable
+    from bilip.cli._arguments import load_bijection, require_writable
 
     require_writable(out)
     model = load_bijection(target)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bilip.cli._bar import bar
-from bilip.cli._door import Stop
+from bilip.cli._ending import Stop
 from bilip.errors import BilipError, InputError
 
 if TYPE_CHECKING:
@@ -68,10 +68,9 @@ def cure(
     _require_folder(out)
 
     import bilip
-    from bilip.cli._target import load_native
-    from bilip.cli.audit import _listed, _sources
+    from bilip.cli._arguments import listed, load_native, named_files
 
-    sources = _sources(data)
+    sources = named_files(data)
     function = None if loss is None else _loss(loss)
     with Stop() as stop:
         model, adapted = load_native(target, device)
@@ -90,9 +89,9 @@ def cure(
                 uses=uses,
                 loss=function,
                 train=batches,
-                ood=_listed(ood),
+                ood=listed(ood),
                 time=time,
-                rungs=_listed(rungs) or None,
+                rungs=listed(rungs) or None,
                 steps=steps,
                 rate=rate,
                 budget=budget,
@@ -186,9 +185,9 @@ def _require_folder(out: Path | None) -> None:
 
 
 def _loss(target: str) -> Any:
-    from bilip.cli._target import _import
+    from bilip.cli._arguments import import_named
 
-    function = _import(target)
+    function = import_named(target)
     if isinstance(function, type):
         function = function()
     if not callable(function):

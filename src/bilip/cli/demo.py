@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,18 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-TITLES = {
-    "affine_sigmoid": "affine (0, 1)",
-    "affine_half": "affine (0.5, 1)",
-    "residual": "residual 0.8",
-}
-ABOUT = {
-    "affine_sigmoid": "20 affine coupling blocks whose scale lies in (0, 1): it may come close to 0, and the inverse divides by it.",
-    "affine_half": "The same blocks with a scale in (0.5, 1): the inverse never divides by less than a half.",
-    "residual": "Residual blocks whose branches are held to a Lipschitz constant of 0.8, with a proof.",
-}
-BROKEN, CURED = "affine_sigmoid", "affine (0, 1), cured"
-
 
 def demo(
     html: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("bilip-demo.html"),
@@ -38,25 +25,16 @@ def demo(
 ) -> None:
     """Audit three small flows, trained on a checkerboard on [-4, 4]², say what is wrong with one, cure it, and write the page."""
     from bilip import report
-    from bilip.cli.audit import require_page, require_writable
+    from bilip.cli._arguments import require_page, require_writable
+    from bilip.demo import run_demo
 
     require_writable(html)
     require_page(html)
-    records: dict[str, AuditRecord] = {}
     console = Console(highlight=False)
     with bar() as shown:
-        task = shown.add_task("loading", total=float(len(TITLES) + 1))
-
-        def follow(k: int, name: str):
-            return lambda text, share: shown.update(task, description=f"{name}: {text}"[:60], completed=k + share)
-
-        for k, name in enumerate(TITLES):
-            records[TITLES[name]] = _audit(name, budget, follow(k, name))
-        result = _cure(budget, follow(len(TITLES), "cure"))
-    if result.cured and result.after is not None:
-        about = {"name": CURED, "description": f"The first flow, cured: {result.done}."}
-        records[CURED] = replace(result.after, model={**result.after.model, **about})
-    console.print(_table(records))
+        task = shown.add_task("loading", total=1.0)
+        found = run_demo(budget, lambda text, share: shown.update(task, description=text[:60], completed=share))
+    console.print(_table(found.records))
     console.print(
         "Three flows trained on one checkerboard on [-4, 4]²: affine coupling with a scale in (0, 1) or (0.5, 1), and "
         "residual blocks with a certified constant of 0.8. All give their data back. [bold]Outside[/bold] is uniform noise on "
@@ -64,31 +42,14 @@ def demo(
         "errors of F⁻¹(F(x)); lost: above √eps, NaN or Inf."
     )
     console.print()
-    for line in _story(records[TITLES[BROKEN]], result):
+    for line in _story(found.broken, found.cure):
         console.print(line)
-    report.write_html(records, html, title="bilip demo: three flows on a checkerboard, and a cure")
+    report.write_html(found.records, html, title="bilip demo: three flows on a checkerboard, and a cure")
     console.print(f"\nThe whole report: [bold]{html}[/bold]   (open it in a browser)")
     console.print(
         "Next, for a model of yours:  bilip audit my_module:my_model --data x.npy --html report.html", markup=False
     )
     console.print("                             bilip cure my_module:my_model --data x.npy --out cured/", markup=False)
-
-
-def _cure(budget: str, progress) -> Cure:
-    import bilip
-    from bilip.data import checkerboard
-    from bilip.demo_flows import load_demo_flow
-
-    return bilip.cure(
-        load_demo_flow(BROKEN),
-        {"checkerboard": checkerboard(2000, seed=1)},
-        ood=["uniform:2"],
-        uses=["ood-inversion"],
-        train=checkerboard(20_000, seed=2),
-        steps=100,
-        budget=budget,
-        progress=progress,
-    )
 
 
 def _story(record: AuditRecord, result: Cure) -> list[str]:
@@ -97,7 +58,7 @@ def _story(record: AuditRecord, result: Cure) -> list[str]:
     blame = next((m for m in record.find("blame", "uniform:2") if m.measured and m.get("guilty")), None)
     if blame is not None:
         why = f"block {blame['guilty']} ({blame['guilty_kind']}): {blame['why']}"
-        lines.append(f"[bold]Found[/bold]      {TITLES[BROKEN]}: {why}.")
+        lines.append(f"[bold]Found[/bold]      {record.model['name']}: {why}.")
     for attempt in result.tried:
         if attempt.outcome == "skipped":
             continue
@@ -113,26 +74,6 @@ def _story(record: AuditRecord, result: Cure) -> list[str]:
             + ". An audit has checked it."
         )
     return lines
-
-
-def _audit(name: str, budget: str, progress) -> AuditRecord:
-    import bilip
-    from bilip.data import Source, checkerboard
-    from bilip.data.rows import TensorRows
-    from bilip.demo_flows import load_demo_flow
-
-    about = "2,000 fresh points of the checkerboard on [-4, 4]² that the flows were trained on"
-    sources = {"checkerboard": Source("checkerboard", TensorRows(checkerboard(2000, seed=1)), description=about)}
-    return bilip.audit(
-        load_demo_flow(name),
-        sources,
-        ood=["uniform:2"],
-        budget=budget,
-        name=TITLES[name],
-        description=ABOUT[name],
-        command=f"bilip demo --budget {budget}",
-        progress=progress,
-    )
 
 
 def _table(records: dict[str, AuditRecord]) -> Table:

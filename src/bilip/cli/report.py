@@ -19,7 +19,7 @@ def report(
 ) -> None:
     """Show a record on the terminal, as Markdown, as an HTML page or as a JUnit file."""
     from bilip import report as pages
-    from bilip.cli.audit import require_page, require_writable
+    from bilip.cli._arguments import require_page, require_writable
     from bilip.record import AuditRecord, write_aside
 
     require_writable(html)

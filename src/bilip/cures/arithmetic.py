@@ -1,4 +1,4 @@
-r"""Second rung: more bits, where they help. The parameters stay as they are.
+r"""The first two rungs, which leave the parameters as they are: how a model is called, and more bits where they help.
 
 A reconstruction is off by $|x - \hat x| \le \mathrm{Lip}(F^{-1})\,|\delta| + |\delta_2|$: the rounding $\delta$ of the latent, magnified
 by the inverse, and the error $\delta_2$ of the inverse itself. A refined inverse takes away $\delta_2$ alone, so it is tried where the
@@ -18,17 +18,64 @@ from torch import Tensor, nn
 from bilip._linalg import solve_ex
 from bilip.auditing.reference import Reference
 from bilip.auditing.round_trip import norms
-from bilip.auditing.subject import _graphs
+from bilip.auditing.subject import deepcopy_memo
 from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Skipped
-from bilip.cures.treated import Stepwise, Treated, Wide, _Around, wrapped
+from bilip.cures.treated import CallWrapper, Plain, Stepwise, Treated, Wide, wrapped
 from bilip.errors import BilipError
 
-__all__ = ["Arithmetic", "Refined", "backward_error"]
+__all__ = ["Arithmetic", "Refined", "Settings", "backward_error"]
 
 DOMINATES = 32.0  # times the rounding of the latent: what a sum over blocks of rounding errors does not explain
 _LARGEST = 64  # dimensions up to which a Jacobian is taken
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+# Attributes of solvers, and what they become: tolerances a thousandth, iterations ten times as many.
+_TOLERANCES = {"atol": 1e-12, "rtol": 1e-12}
+_ITERATIONS = {"fixed_point_iterations": 2000, "max_evaluations": 20_000}
+
+
+class Settings(Rung):
+    """TF32 and autocast off, evaluation mode, and tighter tolerances where an inverse is solved for."""
+
+    name: ClassVar[str] = "settings"
+    place: ClassVar[int] = 10
+
+    def options(self, case: Case) -> Iterator[tuple[dict[str, Any], str]]:
+        tried = False
+        if case.was.get("tf32") or case.was.get("autocast"):
+            tried = True
+            which = " and ".join(
+                text for text, on in (("TF32", case.was.get("tf32")), ("autocast", case.was.get("autocast"))) if on
+            )
+            yield {"plain": True}, f"{which} off"
+        if any(True for _ in _solvers(case.subject.bijection)):
+            tried = True
+            yield {"solver": True}, "tolerances of solvers a thousandth, ten times as many iterations"
+        if not tried:
+            raise Skipped("it runs in plain float32 already, and no inverse is solved for with a tolerance")
+
+    def apply(self, treated: Treated, settings: dict[str, Any]) -> Treated:
+        if settings.get("solver"):
+            for part, name, value in _solvers(treated.bijection):
+                setattr(part, name, value)
+        return wrapped(treated, Plain(treated.bijection)) if settings.get("plain") else treated
+
+
+def _solvers(module: nn.Module) -> Iterator[tuple[nn.Module, str, float | int | None]]:
+    """Parts, attributes and their tighter values."""
+    for part in module.modules():
+        for name, least in _TOLERANCES.items():
+            value = vars(part).get(name)
+            if isinstance(value, float) and value > least:
+                yield part, name, max(value * 1e-3, least)
+        for name, most in _ITERATIONS.items():
+            value = vars(part).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < most:
+                yield part, name, min(10 * value, most)
+        if type(part).__name__ == "Residual" and isinstance(vars(part).get("tolerance"), float):
+            yield part, "tolerance", None  # what the dtype can give
 
 
 class Arithmetic(Rung):
@@ -160,7 +207,7 @@ def _base_to(treated: Treated, dtype: torch.dtype) -> None:
         module.to(dtype)
 
 
-class Refined(_Around):
+class Refined(CallWrapper):
     r"""A bijection whose inverse is refined: $x \leftarrow x + J_F(x)^{-1} (z - F(x))$, with $F$ in float64.
 
     In more than 64 dimensions, where a Jacobian costs too much, the step is $x \leftarrow x + (z - F(x))$, which converges where
@@ -197,8 +244,8 @@ class Refined(_Around):
         """The bijection in float64, made anew where a parameter has changed."""
         key = tuple((t.data_ptr(), t._version) for t in (*self.inner.parameters(), *self.inner.buffers()))
         if key not in self._exact:
-            twin = copy.deepcopy(self.inner, _graphs(self.inner)).double().requires_grad_(False)
-            self._exact = {key: twin.train(self.training)}
+            double = copy.deepcopy(self.inner, deepcopy_memo(self.inner)).double().requires_grad_(False)
+            self._exact = {key: double.train(self.training)}
         return self._exact[key]
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:

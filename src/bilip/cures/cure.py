@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from bilip.auditing import Budget, Thresholds, audit
-from bilip.auditing.audit import _sources
+from bilip.auditing.audit import make_sources
 from bilip.auditing.budget import budget_named
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.probe import PROBES
 from bilip.auditing.subject import Subject
 from bilip.auditing.verdicts import judge
-from bilip.cures import arithmetic, penalties, replacements, reranging, settings  # noqa: F401 - they enter themselves
+from bilip.cures import arithmetic, replacements, reranging  # noqa: F401 - they enter themselves
 from bilip.cures.rung import RUNGS, Case, Skipped
 from bilip.cures.treated import Treated, copied
 from bilip.cures.tuning import Tuning, held_out_loss
@@ -103,7 +103,7 @@ class Cure:
 
     Example:
         >>> import bilip, torch
-        >>> from bilip.demo_flows import load_demo_flow
+        >>> from bilip.demo import load_demo_flow
         >>> result = bilip.cure(load_demo_flow("affine_half"), torch.rand(1000, 2) * 8 - 4)
         >>> result.status
         'not needed'
@@ -293,7 +293,7 @@ def cure(
 
     Example:
         >>> import bilip, torch
-        >>> from bilip.demo_flows import load_demo_flow
+        >>> from bilip.demo import load_demo_flow
         >>> flow = load_demo_flow("affine_sigmoid")
         >>> data = torch.rand(1000, 2) * 8 - 4
         >>> result = bilip.cure(flow, data, ood=["uniform:2"], uses=["ood-inversion"])
@@ -351,7 +351,7 @@ class _Ladder:
             raise InputError(
                 "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
             )
-        self.sources: list[Source] = _sources(data, ood, spent, seed, self.subject)
+        self.sources: list[Source] = make_sources(data, ood, spent, seed, self.subject)
         self._require_enough(spent, thresholds)
         self.options: dict[str, Any] = {
             "budget": budget,

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from bilip.adapters import Adapted, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.subject import _graphs
-from bilip.cures.tuning import _moved, _one, _value
+from bilip.auditing.subject import deepcopy_memo
+from bilip.cures.tuning import first_of, moved, scalar
 from bilip.errors import BilipError, InputError, TrainingDiverged, said_by
 
 __all__ = ["Diagnosis", "NonFinite", "Watch", "diagnose", "watch"]
@@ -146,26 +146,26 @@ def _replay(
     model: Any, adapted: Adapted, batch: Any, latents: Tensor | None, loss: Loss | None, dtype: torch.dtype | None
 ) -> Diagnosis:
     try:
-        native = copy.deepcopy(model, _graphs(adapted.bijection))
+        native = copy.deepcopy(model, deepcopy_memo(adapted.bijection))
     except Exception as error:
         raise InputError(f"diagnose: {type(model).__name__} cannot be copied ({said_by(error)}).") from error
-    twin = native if isinstance(native, Adapted) else adapt(native)
-    target: Any = native if isinstance(native, nn.Module) else twin.bijection
+    adapted = native if isinstance(native, Adapted) else adapt(native)
+    target: Any = native if isinstance(native, nn.Module) else adapted.bijection
     like = reference(target)
     if dtype is not None:
         target.to(dtype)
-        base = getattr(twin.base, "module", None)
+        base = getattr(adapted.base, "module", None)
         if isinstance(base, nn.Module):
             base.to(dtype)
         like = like.to(dtype)
-    names = _Names(native, twin)
+    names = _Names(native, adapted)
     for name, value in (*target.named_parameters(), *target.named_buffers()):
         if value.is_floating_point() and not bool(torch.isfinite(value).all()) and not _meant(value):
             block, kind = names.block_of_tensor(value)
             bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
             return Diagnosis(True, "parameters", block, kind, name, "weights", value=bad)
-    given = _moved(latents if batch is None else batch, like)
-    first = _one(given)
+    given = moved(latents if batch is None else batch, like)
+    first = first_of(given)
     if isinstance(first, Tensor) and first.is_floating_point() and not bool(torch.isfinite(first).all()):
         row = int((~torch.isfinite(first.flatten(1) if first.ndim > 1 else first[:, None])).any(1).nonzero()[0])
         return Diagnosis(True, "input", operation="batch", sample=row, value=math.nan)
@@ -176,7 +176,7 @@ def _replay(
     try:
         with operations, torch.enable_grad():
             decoding = latents is not None
-            total = twin.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, twin, given)
+            total = adapted.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, adapted, given)
     except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of the model, or of a distribution that was given what is not finite already
@@ -186,14 +186,14 @@ def _replay(
     return _backward(total, operations) if total.requires_grad else Diagnosis(False)
 
 
-def _loss(loss: Loss | None, native: Any, twin: Adapted, given: Any) -> Tensor:
+def _loss(loss: Loss | None, native: Any, adapted: Adapted, given: Any) -> Tensor:
     if loss is not None:
-        return _value(loss(native, given))[0]
-    x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (_one(given), None)
-    z, log_det = twin.bijection.forward_and_log_det(x, context)
-    if twin.base is None:
+        return scalar(loss(native, given))[0]
+    x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (first_of(given), None)
+    z, log_det = adapted.bijection.forward_and_log_det(x, context)
+    if adapted.base is None:
         return (z.flatten(1).square().sum(1) / 2 - log_det).mean()
-    return -(twin.base.log_prob(z, context) + log_det).mean()
+    return -(adapted.base.log_prob(z, context) + log_det).mean()
 
 
 def _meant(value: Tensor) -> bool:
@@ -204,13 +204,13 @@ def _meant(value: Tensor) -> bool:
 class _Names:
     """From objects to the names of modules and blocks."""
 
-    def __init__(self, native: Any, twin: Adapted) -> None:
-        top = native if isinstance(native, nn.Module) else twin.bijection
-        self.modules = {id(part): name for name, part in twin.bijection.named_modules()}
+    def __init__(self, native: Any, adapted: Adapted) -> None:
+        top = native if isinstance(native, nn.Module) else adapted.bijection
+        self.modules = {id(part): name for name, part in adapted.bijection.named_modules()}
         self.modules |= {id(part): name for name, part in top.named_modules()}
         self.blocks: dict[int, tuple[str, str]] = {}
         self.tensors: dict[int, tuple[str, str]] = {}
-        for name, part in twin.bijection.parts():
+        for name, part in adapted.bijection.parts():
             for inner in part.modules():
                 self.blocks.setdefault(id(inner), (name, kind_of(part)))
                 held = inner.__dict__.get("held")

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from bilip.blocks import AffineCoupling
 from bilip.bounds import Box
-from bilip.cures.rung import Case, Rung, Skipped
-from bilip.cures.screening import Screen
+from bilip.cures.rung import Case, Rung, Screen, Skipped
 from bilip.cures.treated import Treated
 from bilip.cures.tuning import tuned
 from bilip.nets import certify
@@ -313,7 +312,7 @@ class Reranging(Rung):
 
 def _widths(case: Case) -> list[int]:
     """Numbers of outputs of the nets, seen in a forward pass of a copy."""
-    subject = case.subject.twin(case.subject.dtype)
+    subject = case.subject.copy_in(case.subject.dtype)
     found = list(scalings(subject.bijection))
     if not found:
         raise Skipped("there is no affine block whose scale could be bounded")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bilip.adapters import Adapted, Base, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.float32 import float32_products
-from bilip.auditing.subject import Subject, _graphs
+from bilip.auditing.subject import Subject, deepcopy_memo
 from bilip.blocks import Bijection, Flow
 from bilip.errors import InputError, said_by
 
@@ -66,21 +66,21 @@ def copied(model: Any) -> Treated:
     Example:
         >>> from bilip.models import real_nvp
         >>> flow = real_nvp(2)
-        >>> twin = copied(flow)
-        >>> twin.model is flow, torch.equal(next(twin.model.parameters()), next(flow.parameters()))
+        >>> made = copied(flow)
+        >>> made.model is flow, torch.equal(next(made.model.parameters()), next(flow.parameters()))
         (False, True)
     """
     if isinstance(model, Adapted):
         try:
-            bijection = copy.deepcopy(model.bijection, _graphs(model.bijection)).eval()
-            base = Subject(model, "")._base_in(reference(bijection).dtype, bijection)
+            bijection = copy.deepcopy(model.bijection, deepcopy_memo(model.bijection)).eval()
+            base = Subject(model, "").base_in(reference(bijection).dtype, bijection)
         except Exception as error:
             raise _uncopied(model.library, error) from error
         found = Adapted(bijection, base, model.library)
         return Treated(_shown(found), bijection, found)
     seen = adapt(model)
     try:
-        native = copy.deepcopy(model, _graphs(seen.bijection))
+        native = copy.deepcopy(model, deepcopy_memo(seen.bijection))
         found = adapt(native)
         (native if isinstance(native, nn.Module) else found.bijection).eval()
     except Exception as error:  # foreign objects may refuse to be copied in any way they like
@@ -183,18 +183,18 @@ class Stepwise(Bijection):
         return list(self.blocks)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._walk(x, context, inverse=False, log_det=False)[0]
+        return self._all_blocks(x, context, inverse=False, log_det=False)[0]
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._walk(z, context, inverse=True, log_det=False)[0]
+        return self._all_blocks(z, context, inverse=True, log_det=False)[0]
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._walk(x, context, inverse=False, log_det=True)
+        return self._all_blocks(x, context, inverse=False, log_det=True)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._walk(z, context, inverse=True, log_det=True)
+        return self._all_blocks(z, context, inverse=True, log_det=True)
 
-    def _walk(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, Tensor]:
+    def _all_blocks(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, Tensor]:
         total = x.new_zeros(len(x), dtype=torch.float64)
         for block in reversed(self._all()) if inverse else self._all():
             x, context = _fitting(block, x, context)
@@ -228,8 +228,8 @@ def _floats(block: nn.Module) -> Iterator[Tensor]:
     return (t for t in (*block.parameters(), *block.buffers()) if t.is_floating_point())
 
 
-class _Around(Bijection):
-    """A bijection whose calls pass through `_run`."""
+class CallWrapper(Bijection):
+    """A bijection around another one, whose four calls all pass through `_run`; shapes and parts are those of the inner one."""
 
     def __init__(self, inner: Bijection) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Around(Bijection):
         return self.inner.in_shape(shape)
 
 
-class Plain(_Around):
+class Plain(CallWrapper):
     """A model without autocast and TF32, whatever surrounds the call.
 
     Example:
@@ -283,7 +283,7 @@ class Plain(_Around):
         return [(name or "0", self)]
 
 
-class Wide(_Around):
+class Wide(CallWrapper):
     """A model in float64 that takes a batch of any dtype and hands out float64."""
 
     def _run(self, call: Callable[..., Any], x: Tensor, context: Tensor | None) -> Any:

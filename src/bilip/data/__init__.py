@@ -1,9 +1,8 @@
 """Where x comes from: arrays and files, toy data, images, noise."""
 
-from bilip.data.batches import ImageBatches
+from bilip.data.batches import ImageBatches, seed_of
 from bilip.data.convert import as_source
 from bilip.data.dequantize import Cell, cell, dequantize
-from bilip.data.draws import seed_of
 from bilip.data.image_sets import IMAGE_SETS, ImageSet, data_folder, image_set, prepare_images
 from bilip.data.images import Images, cifar10, load_images
 from bilip.data.noise import NOISE_NAMES, noise

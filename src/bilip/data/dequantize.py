@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bilip.errors import InputError
 
-__all__ = ["Cell", "cell", "dequantize"]
+__all__ = ["Cell", "cell", "dequantize", "grey_level"]
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,19 @@ def cell(x: Tensor, bits: int = 8) -> Cell:
         >>> found.center, found.half
         (tensor([[0.2500, 0.2500, 0.7500]]), 0.25)
     """
-    count = _levels(bits)
+    _levels(bits)
     if not x.is_floating_point():
         raise InputError(f"cell: x is {x.dtype}; expected dequantized floats in [0, 1).")
     if x.numel() and not bool(((x >= 0) & (x < 1)).all()):
         raise InputError(
             f"cell: x runs from {float(x.min()):.6g} to {float(x.max()):.6g}; expected dequantized data in [0, 1)."
         )
-    return Cell(((x * count).floor() + 0.5) / count, 0.5 / count)
+    return Cell(((grey_level(x, bits) + 0.5) / 2**bits).to(x.dtype), 0.5 / 2**bits)
+
+
+def grey_level(x: Tensor, bits: int, origin: float = 0.0) -> Tensor:
+    """The level of each entry, in float64, from 0 at the origin to 2**bits - 1 at the origin plus 1 and just below it."""
+    return ((x.double() - origin) * 2**bits).floor().clamp(0, 2**bits - 1)
 
 
 def _levels(bits: int) -> int:

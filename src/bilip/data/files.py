@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import math
 import os
 import pickle
+import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,13 +23,18 @@ from bilip.errors import InputError, MissingExtra
 from bilip.record.files import open_regular
 from bilip.record.header import read_header
 
-__all__ = ["open_file"]
+__all__ = ["SUFFIXES", "FolderRows", "open_file", "pillow"]
 
 READABLE = ".npy, .npz, .csv, .pt, .safetensors, or a folder of PNG or JPEG images"
 MOST = 2**50  # bytes of a file, which is read row by row
+MOST_TEXT = 2**31  # bytes of a table in text, which is read as a whole
+MOST_IMAGE = 2**30  # bytes of one image
 MOST_ROW = 2**30  # bytes of one sample
 MOST_WHOLE = 2**33  # bytes of an array that has to be unpacked as a whole
 MOST_KEPT = 2**30  # bytes of an array that is kept in memory when it is read in another order
+CHUNK = 4096  # lines of a table that are converted together
+SUFFIXES = (".png", ".jpg", ".jpeg")
+GREY, COLOUR = ("1", "L", "LA"), ("P", "RGB", "RGBA", "CMYK", "YCbCr")
 DTYPES = {"F16", "BF16", "F32", "F64", "U8", "I8", "I16", "I32", "I64", "BOOL"}
 
 
@@ -34,8 +44,6 @@ def open_file(path: Path) -> tuple[Rows, Rows | None]:
         if not path.exists():
             raise InputError(f"{path} does not exist.")
         if path.is_dir():
-            from bilip.data.folder import FolderRows
-
             return FolderRows(path), None
         openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt, ".pth": _pt, ".csv": _csv}
         if path.suffix.lower() not in openers:
@@ -101,12 +109,6 @@ def _npy(path: Path) -> tuple[Rows, None]:
             return ArrayRows(np.empty(shape, dtype)), None
         order = "F" if columns_first else "C"
         return ArrayRows(np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)), None
-
-
-def _csv(path: Path) -> tuple[Rows, None]:
-    from bilip.data.csv_file import open_csv
-
-    return open_csv(path), None
 
 
 def _pt(path: Path) -> tuple[Rows, Rows | None]:
@@ -231,3 +233,134 @@ class _SliceRows(Rows):
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._slice[start:stop]
+
+
+def _csv(path: Path) -> tuple[Rows, None]:
+    """The columns of a `.csv` file as features, in float64; commas, semicolons or tabs stand between them.
+
+    The first line is a header if none of its cells is a number. Every other cell has to be one.
+
+    Raises:
+        InputError: A column holds text, a cell is empty, or a line has more or fewer cells than the first; one line that says where.
+    """
+    with open_regular(path, most=MOST_TEXT) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        try:
+            first = file.readline(2**20)
+            file.seek(0)
+            mark = max(",;\t", key=first.count)
+            return ArrayRows(_numbers(path, csv.reader(file, delimiter=mark))), None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not a text in UTF-8: save it as a CSV file of numbers.") from error
+        except csv.Error as error:
+            raise InputError(f"{path} cannot be read as a CSV file: {error}.") from error
+
+
+def _numbers(path: Path, lines: Iterator[list[str]]) -> np.ndarray:
+    names: list[str] | None = None
+    width, chunks, rows = 0, [], []
+    for k, cells in enumerate(lines, 1):
+        if not cells or (len(cells) == 1 and not cells[0].strip()):
+            continue  # a blank line
+        if not width:
+            width = len(cells)
+            if not any(_is_number(cell) for cell in cells):
+                names = [cell.strip() for cell in cells]
+                continue
+        if len(cells) != width:
+            raise InputError(f"{path}, line {k}: {len(cells)} cells; the first line has {width}.")
+        try:
+            rows.append([float(cell) for cell in cells])
+        except ValueError:
+            raise _wrong(path, k, cells, names) from None
+        if len(rows) == CHUNK:
+            chunks.append(np.array(rows))
+            rows = []
+    if rows or chunks:
+        chunks += [np.array(rows)] if rows else []
+        return np.concatenate(chunks)
+    raise InputError(f"{path} holds no numbers: expected one sample in each line.")
+
+
+def _wrong(path: Path, line: int, cells: list[str], names: list[str] | None) -> InputError:
+    at = next(i for i, cell in enumerate(cells) if not _is_number(cell))
+    column = repr(names[at]) if names and names[at] else str(at + 1)
+    if not cells[at].strip():
+        return InputError(f"{path}, line {line}: the cell of column {column} is empty. Fill it, or leave the line out.")
+    return InputError(
+        f"{path}: column {column} holds text ({cells[at].strip()!r:.40} in line {line}). Leave the column out, or write it as numbers."
+    )
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+class FolderRows(Rows):
+    """The PNG and JPEG images below a folder, in the order of their paths, as bytes of shape (channels, height, width).
+
+    Images are grey where all files are, otherwise RGB. The sizes are read from the headers at once; pixels are
+    decoded batch by batch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        image = pillow()
+        self.paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not self.paths:
+            raise InputError(f"{folder} holds no PNG or JPEG image.")
+        size, grey = (0, 0), True
+        for path in self.paths:
+            with _open_image(image, path) as file:
+                found, mode = file.size, file.mode
+            if mode not in GREY + COLOUR:
+                raise InputError(f"{path} has pixels of kind {mode!r}: expected 8 bits a channel. Convert it first.")
+            if path is self.paths[0]:
+                size = found
+            elif found != size:
+                raise InputError(
+                    f"images of one size are needed: {self.paths[0]} is {size[0]} x {size[1]}, {path} is "
+                    f"{found[0]} x {found[1]}. Resize them first."
+                )
+            grey = grey and mode in GREY
+        self.mode = "L" if grey else "RGB"
+        super().__init__(len(self.paths), (1 if grey else 3, size[1], size[0]), torch.uint8)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        image = pillow()
+        out = np.empty((stop - start, *self.shape), np.uint8)
+        for k, path in enumerate(self.paths[start:stop]):
+            with _open_image(image, path) as file:
+                try:
+                    pixels = np.asarray(file.convert(self.mode))
+                except Exception as error:  # a broken image can raise almost anything
+                    raise InputError(f"{path} cannot be decoded ({error!s:.200}): copy it again.") from error
+            if pixels.size != out[k].size:
+                raise InputError(f"{path} has changed since its size was read.")
+            out[k] = pixels.reshape(*self.shape[1:], self.shape[0]).transpose(2, 0, 1)
+        return torch.from_numpy(out)
+
+
+@contextlib.contextmanager
+def _open_image(image: Any, path: Path) -> Iterator[Any]:
+    """An image, of one of the two formats only: some others are programs, which pillow would hand to an interpreter."""
+    with open_regular(path, most=MOST_IMAGE) as file:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", image.DecompressionBombWarning)
+                found = image.open(file, formats=("PNG", "JPEG"))
+        except Exception as error:  # a broken image can raise almost anything
+            raise InputError(f"{path} is not a readable image ({error!s:.200}).") from error
+        with found:
+            yield found
+
+
+def pillow() -> Any:
+    """The module that decodes images, or a `MissingExtra`."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtra("reading images needs pillow: pip install 'bilip[images]'.") from error
+    return Image

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from bilip.data.files import SUFFIXES, pillow
 from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, load_images
 from bilip.errors import DataNotFound, InputError, MissingExtra
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
 
 BATCH = 10_000  # images in a file of CIFAR-10, for which there are checksums
-SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _pictures(about: ImageSet, folder: Path, paths: list[Path]) -> Images:
     out = np.empty((len(paths), 3, about.side, about.side), np.uint8)
     for k, path in enumerate(paths):
         try:
-            with _pillow().open(path) as picture:
+            with pillow().open(path, formats=("PNG", "JPEG")) as picture:
                 out[k] = _square(picture, about)
         except (OSError, ValueError, SyntaxError) as error:
             raise InputError(f"{path} is not a readable image ({error}): get it again, or delete it.") from error
@@ -312,16 +312,8 @@ def _square(picture: Any, about: ImageSet) -> np.ndarray:
     left, top = (width - side) // 2, (height - side) // 2
     cut = picture.convert("RGB")
     if (width, height) != (about.side, about.side):
-        cut = cut.crop((left, top, left + side, top + side)).resize((about.side, about.side), _pillow().Resampling.BOX)
+        cut = cut.crop((left, top, left + side, top + side)).resize((about.side, about.side), pillow().Resampling.BOX)
     return np.asarray(cut).transpose(2, 0, 1)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtra("reading images needs pillow: pip install 'bilip[images]'.") from error
-    return Image
 
 
 def _fetched(about: ImageSet, split: str) -> tuple[Images, str]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import bilip
+from bilip._torch import dtype_name
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.models._config import build, config_of, remembers
 from bilip.record import write_aside
-from bilip.record.checksum import UNSEALED, is_whole, seal
-from bilip.record.files import read_file
+from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import Header, read_header
 from bilip.record.plain import parse_json
 
@@ -67,7 +67,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise CheckpointError(f"save: expected a model built by bilip.models, got {type(model).__name__}.")
     if isinstance(model, Flow) and not hasattr(model, "config") and model.base == "normal":
         model = flow(model.bijection)
-    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "float32")
+    dtype = next((dtype_name(p.dtype) for p in model.parameters()), "float32")
     document = {"format": FORMAT, "version": VERSION, "sha256": UNSEALED, "bilip": bilip.__version__, "dtype": dtype}
     document |= config_of(model)
     text = seal((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())

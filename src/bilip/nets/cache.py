@@ -8,11 +8,10 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from bilip._capture import capturing
+from bilip._torch import capturing, is_transformed
 
-__all__ = ["EvalCache", "is_plain", "is_transformed", "reusing"]
+__all__ = ["EvalCache", "is_plain", "reusing"]
 
 _REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
 
@@ -74,10 +73,3 @@ def _same(key: Tensor, weight: Tensor) -> bool:
 def is_plain(weight: Tensor) -> bool:
     """Whether values can be read here: not while tracing, transforming, or capturing a CUDA graph."""
     return not is_transformed() and not capturing(weight)
-
-
-def is_transformed() -> bool:
-    """Whether a compiler, torch.func or forward mode is at work."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]

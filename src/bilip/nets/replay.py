@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import capturing
+from bilip._torch import capturing
 
 __all__ = [
     "Advance",

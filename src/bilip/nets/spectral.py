@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.errors import InputError
 from bilip.nets.cache import EvalCache, is_plain
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm

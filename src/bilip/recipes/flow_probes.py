@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bilip import Flow, _linalg
-from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.reference import Reference, tolerance
 from bilip.auditing.round_trip import norms
@@ -274,7 +273,7 @@ def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
 def _can_be_solved(subject: Subject, x: Tensor) -> bool:
     """Whether float64 is enough for products with the inverse of the Jacobian at these points."""
     try:
-        at = Linearized(subject, x)
+        at = subject.linearized(x)
         at.solve(torch.ones(at.count, at.size, dtype=torch.float64, device=x.device))
     except NotMeasured:
         return False

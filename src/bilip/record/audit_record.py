@@ -1,4 +1,4 @@
-"""What an audit leaves behind: measurements, verdicts and the record that holds them. No torch is needed to read one.
+"""The record of an audit: its verdicts beside its measurements, written and read as JSON.
 
 A record is strict JSON: numbers that are not finite are written as the strings `"nan"`, `"inf"` and `"-inf"`; a text that
 reads like one of these gets a backslash in front. What each probe measures, and under which names, stands in
@@ -18,16 +18,14 @@ from typing import Any
 
 from bilip.errors import InputError, RecordError
 from bilip.record.files import read_file, write_aside
-from bilip.record.histogram import Histogram
+from bilip.record.measurement import Histogram, Measurement, Picture, Quantity, quantity_named
 from bilip.record.plain import MOST, from_plain, parse_json, to_plain
-from bilip.record.quantity import Quantity, quantity_named
 
-__all__ = ["SCHEMA", "USES", "AuditRecord", "Measurement", "Picture", "Status", "Verdict"]
+__all__ = ["SCHEMA", "USES", "AuditRecord", "Status", "Verdict"]
 
 SCHEMA = 2
 FORMAT = "bilip-audit"
 USES = ("inversion", "sampling", "likelihood", "ood-likelihood", "reversible-gradients")
-Scalar = float | int | str | bool | None
 
 
 class Status(StrEnum):
@@ -36,73 +34,6 @@ class Status(StrEnum):
     SAFE = "safe"
     UNSAFE = "unsafe"
     NOT_MEASURED = "not-measured"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A small image for the report.
-
-    Attributes:
-        title: What it shows.
-        alt: The same for those who cannot see it.
-        png: The PNG file, base64.
-        group: Pictures of one group stand side by side, as an input and its reconstruction.
-    """
-
-    title: str
-    alt: str
-    png: str
-    group: str = ""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one probe found on one source.
-
-    Attributes:
-        probe: Name of the probe.
-        source: Name of the source; empty if the probe does not speak about one.
-        values: Numbers and words by name.
-        series: Curves by name.
-        rows: A table, for example one row for each block.
-        histograms: Distributions by name.
-        pictures: Images for the report.
-        notes: Sentences that a reader of the numbers has to know.
-        reason: Why nothing was measured; empty if something was.
-        quantities: What the values and the columns of the rows are.
-
-    Example:
-        >>> m = Measurement("reconstruction", "test", values={"relative_max": float("inf")})
-        >>> m.measured, m["relative_max"], m.quantity("relative_max").label
-        (True, inf, 'largest relative error')
-    """
-
-    probe: str
-    source: str = ""
-    values: Mapping[str, Scalar] = field(default_factory=dict)
-    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    rows: tuple[Mapping[str, Scalar], ...] = ()
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    pictures: tuple[Picture, ...] = ()
-    notes: tuple[str, ...] = ()
-    reason: str = ""
-    quantities: tuple[Quantity, ...] = ()
-
-    def quantity(self, name: str) -> Quantity:
-        """What the value of this name is; for a measurement that does not say, what version 0.1 meant by the name."""
-        return next((q for q in self.quantities if q.name == name), None) or quantity_named(name)
-
-    @property
-    def measured(self) -> bool:
-        """Whether there are numbers."""
-        return not self.reason
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value by name, or the default."""
-        return self.values.get(name, default)
 
 
 @dataclass(frozen=True)

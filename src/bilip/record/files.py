@@ -1,9 +1,10 @@
-"""Where a record was made; opening files safely, and writing them whole or not at all."""
+"""Files: opened safely, written whole or not at all, sealed with a checksum; and where a record was made."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import platform
 import stat
@@ -12,9 +13,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from bilip.errors import BilipError, InputError
+from bilip.errors import BilipError, InputError, RecordError
 
-__all__ = ["environment", "open_regular", "read_file", "write_aside"]
+__all__ = ["UNSEALED", "environment", "is_whole", "open_regular", "read_file", "seal", "write_aside"]
 
 KINDS = (
     (stat.S_ISDIR, "Is a directory"),
@@ -23,6 +24,9 @@ KINDS = (
     (stat.S_ISBLK, "it is a device"),
     (stat.S_ISSOCK, "it is a socket"),
 )
+
+UNSEALED = "0" * 64
+"""What stands where the checksum will be."""
 
 
 def environment() -> dict[str, str]:
@@ -153,3 +157,30 @@ def _write_through(target: Path, data: bytes, patience: float = 5.0) -> None:
     os.set_blocking(handle, True)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
+
+
+def seal(data: bytes) -> bytes:
+    """The bytes with the SHA-256 of themselves in place of the one `UNSEALED` that they hold.
+
+    Example:
+        >>> sealed = seal(b'{"sha256": "' + UNSEALED.encode() + b'"}')
+        >>> is_whole(sealed, sealed[12:76].decode()), is_whole(sealed.replace(b"{", b"["), sealed[12:76].decode())
+        (True, False)
+    """
+    before, place, after = data.partition(UNSEALED.encode())
+    if not place:
+        raise RecordError("there is no place for a checksum in this.")
+    return before + hashlib.sha256(data).hexdigest().encode() + after
+
+
+def is_whole(data: bytes, checksum: object) -> bool:
+    """Whether bytes are those that `seal` gave, with this checksum in them."""
+    if not isinstance(checksum, str) or len(checksum) != 64 or not checksum.isascii():
+        return False
+    before, found, after = data.partition(checksum.encode())
+    if not found:
+        return False
+    digest = hashlib.sha256(before)
+    digest.update(UNSEALED.encode())
+    digest.update(after)
+    return digest.hexdigest() == checksum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bilip.blocks import Bijection, Chain, FactorOut, Squeeze
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.errors import InputError
 from bilip.regularizers.penalty import Latent, Penalty
 from bilip.reversible import Reversible

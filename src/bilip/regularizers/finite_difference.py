@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import capturing
+from bilip._torch import capturing
 from bilip.blocks import ActNorm, Bijection
 from bilip.data import seed_of
 from bilip.errors import InputError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip._capture import Flag, capturing
+from bilip._torch import Flag, capturing
 from bilip.adapters import as_bijection
 from bilip.blocks import Bijection
 from bilip.errors import InputError

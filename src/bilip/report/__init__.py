@@ -10,8 +10,7 @@ from bilip.report.comparison import (
 )
 from bilip.report.junit import to_junit
 from bilip.report.markdown import to_markdown
-from bilip.report.notebook import notebook_html
-from bilip.report.page import to_html, write_html
+from bilip.report.page import notebook_html, to_html, write_html
 from bilip.report.plot import plot
 from bilip.report.terminal import print_terminal
 

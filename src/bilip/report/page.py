@@ -1,4 +1,4 @@
-"""One self-contained HTML page: it makes no request, and holds the record it was made from."""
+"""HTML: one self-contained page, which makes no request and holds the record it was made from; and a table of verdicts for notebooks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,41 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from bilip.errors import InputError
-from bilip.record import AuditRecord, write_aside
-from bilip.report.cards import Card, cards
+from bilip.record import AuditRecord, Status, Verdict, write_aside
 from bilip.report.extras import need
-from bilip.report.format import USE_TITLES, clean, number
+from bilip.report.format import USE_TITLES, clean, number, sentence
 from bilip.report.parts import Figure, Section
 from bilip.report.sections import sections
 from bilip.report.sections.map import glance
-from bilip.report.summary import Summary, news, sentences, source_about, source_names, summarize
+from bilip.report.summary import (
+    STATUS_WORDS,
+    Summary,
+    lost_lines,
+    news,
+    ordered_verdicts,
+    sentences,
+    source_about,
+    source_names,
+    summarize,
+    verdict_numbers,
+)
 
-__all__ = ["Records", "to_html", "write_html"]
+__all__ = ["Card", "Records", "cards", "notebook_html", "to_html", "write_html"]
 
+WORDS = {Status.SAFE: "Safe", Status.UNSAFE: "Unsafe", Status.NOT_MEASURED: "Not measured"}
+QUESTIONS = {
+    "inversion": "May I recover x from z, edit latents, compress?",
+    "sampling": "May I draw samples from it?",
+    "likelihood": "May I trust its likelihood on data like mine?",
+    "ood-likelihood": "May I trust its likelihood on other data?",
+    "reversible-gradients": "May I recompute activations instead of storing them?",
+}
 Records = AuditRecord | Mapping[str, AuditRecord] | Sequence[AuditRecord]
 
 
@@ -78,6 +97,64 @@ def to_html(records: Records, *, title: str | None = None) -> str:
         records=[markup(record.to_json().replace("<", "\\u003c")) for record in named.values()],
     )
     return page.lstrip().encode("utf-8", "replace").decode("utf-8")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One verdict, in words.
+
+    Attributes:
+        use: Name of the use in the record.
+        title: The use for people.
+        question: What the user asks.
+        status: `safe`, `unsafe` or `not-measured`, as in the record.
+        word: The status for people.
+        value: The deciding number, empty if there is none.
+        label: What the number is, and where it was measured.
+        limit: What it was compared with.
+        reason: One sentence.
+        about: What the source is that decided it; empty if the record does not say.
+    """
+
+    use: str
+    title: str
+    question: str
+    status: str
+    word: str
+    value: str
+    label: str
+    limit: str
+    reason: str
+    about: str = ""
+
+
+def cards(record: AuditRecord) -> list[Card]:
+    """The verdicts of a record in the order of `USES`.
+
+    Example:
+        >>> record = AuditRecord(verdicts={"sampling": Verdict("sampling", Status.SAFE, "fine", "share_non_finite", 0.0, 0.0, "base")})
+        >>> [(c.title, c.word, c.value, c.label) for c in cards(record)]
+        [('Sampling', 'Safe', '0 %', 'share of Inf/NaN on base')]
+    """
+    return [_card(record, v) for v in ordered_verdicts(record)]
+
+
+def _card(record: AuditRecord, v: Verdict) -> Card:
+    value, limit = verdict_numbers(v)
+    about = source_about(record, v.source)
+    where = f" on {clean(v.source, 60)}" if v.source else ""
+    return Card(
+        use=v.use,
+        title=USE_TITLES.get(v.use, clean(v.use, 80)),
+        question=QUESTIONS.get(v.use, ""),
+        status=v.status.value,
+        word=WORDS[v.status],
+        value=value,
+        label=clean(v.measure.label) + where if value else "",
+        limit=limit,
+        reason=sentence(v.reason),
+        about=f"{clean(v.source, 60)}: {about}" if about else "",
+    )
 
 
 class Shelf:
@@ -229,3 +306,49 @@ def _plotly() -> str:
     """plotly.js, compressed: the browser unpacks it, and the page is less than half the size."""
     source = need("plotly.offline", "the HTML page").get_plotlyjs()
     return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode()
+
+
+# Tones that read on white and on black: a notebook does not say which it is.
+TONES = {Status.SAFE: "#0f8a63", Status.UNSAFE: "#d9480f", Status.NOT_MEASURED: "#7a828c"}
+MARKS = {Status.SAFE: "✓", Status.UNSAFE: "✗", Status.NOT_MEASURED: "?"}
+CELL = "text-align:left;vertical-align:top;padding:4px 14px 4px 0;"
+
+
+def notebook_html(record: AuditRecord) -> str:
+    """What does not come back, and one row for each use: its verdict, the number that decided it, the reason and the remedy.
+
+    Example:
+        >>> from bilip.record import AuditRecord, Status, Verdict
+        >>> unsafe = Verdict("sampling", Status.UNSAFE, "2 % are lost.", "share_non_finite", 0.02, 0.0, "base", "Use float64.")
+        >>> shown = notebook_html(AuditRecord(model={"name": "my flow"}, verdicts={"sampling": unsafe}))
+        >>> all(text in shown for text in ("my flow", "UNSAFE", "2 % (limit 0 %)", "2 % are lost.", "Use float64."))
+        True
+    """
+    s = summarize(record)
+    lines = [f"<p style='margin:0'><b>{_text(s.name, 160)}</b>: {_text(s.headline)}</p>"]
+    lines += [f"<p style='margin:0;opacity:.75'>{_text(' · '.join(s.facts))}</p>"] if s.facts else []
+    lines += [f"<p style='margin:4px 0;color:{TONES[Status.UNSAFE]}'>{_text(lost)}</p>" for lost in lost_lines(record)]
+    rows = []
+    for v in ordered_verdicts(record):
+        value, limit = verdict_numbers(v)
+        number = value + (f" (limit {limit})" if value and limit else "")
+        why = _text(sentence(v.reason), 1000) + (f"<br><i>{_text(v.remedy, 1500)}</i>" if v.remedy else "")
+        mark = f"<b style='color:{TONES[v.status]};white-space:nowrap'>{MARKS[v.status]} {STATUS_WORDS[v.status]}</b>"
+        cells = (
+            _text(USE_TITLES.get(v.use, v.use), 60),
+            mark,
+            f"<span style='white-space:nowrap'>{_text(number)}</span>",
+            why,
+        )
+        rows.append("<tr>" + "".join(f"<td style='{CELL}'>{cell}</td>" for cell in cells) + "</tr>")
+    if rows:
+        heads = "".join(
+            f"<th style='{CELL}'>{head}</th>" for head in ("use", "verdict", "number", "why, and what to do")
+        )
+        table = f"<table style='border-collapse:collapse;font-size:90%'><thead><tr>{heads}</tr></thead>"
+        lines.append(f"{table}<tbody>{''.join(rows)}</tbody></table>")
+    return f"<div style='max-width:70em'>{''.join(lines)}</div>"
+
+
+def _text(text: object, limit: int = 400) -> str:
+    return escape(clean(text, limit))

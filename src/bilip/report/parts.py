@@ -1,16 +1,31 @@
-"""What a page is made of: figures, tables, pictures and lines. The template only lays them out."""
+"""What a page is made of: figures, tables, pictures and lines, and how a record gives them. The template only lays them out."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from bilip.record import Picture, Quantity, quantity_named
+from bilip.record import AuditRecord, Measurement, Picture, Quantity, quantity_named
 from bilip.report.format import as_float, word, written
 
-__all__ = ["Cell", "Figure", "Fold", "Gallery", "Line", "Part", "Section", "Table", "table"]
+__all__ = [
+    "Cell",
+    "Figure",
+    "Fold",
+    "Gallery",
+    "Line",
+    "Part",
+    "Section",
+    "Table",
+    "by_source",
+    "gallery",
+    "measured",
+    "some",
+    "table",
+]
 
 
 @dataclass(frozen=True)
@@ -132,3 +147,28 @@ def _cell(quantity: Quantity, value: Any) -> Cell:
     if isinstance(value, (bool, str)) or value is None:
         return Cell(word(value), word(value))
     return Cell.of(written(quantity, value), as_float(value))
+
+
+def measured(record: AuditRecord, probe: str) -> list[Measurement]:
+    """The measurements of a probe that hold numbers."""
+    return [m for m in record.find(probe) if m.measured]
+
+
+def by_source(record: AuditRecord, probe: str, caption: str, columns: Sequence[tuple[str, str]]) -> Table | None:
+    """One row for each source."""
+    found = measured(record, probe)
+    rows = [{"source": m.source or "all", **m.values} for m in found]
+    return table(caption, [("source", "source"), *columns], rows, quantity=found[0].quantity) if rows else None
+
+
+def some(*parts: Part | None) -> tuple[Part, ...]:
+    """The parts that are there."""
+    return tuple(p for p in parts if p is not None)
+
+
+def gallery(title: str, measurements: Iterable[Measurement]) -> Gallery | None:
+    """Pictures of the measurements, group by group."""
+    groups: list[tuple[Picture, ...]] = []
+    for m in measurements:
+        groups += [tuple(g) for _, g in itertools.groupby(m.pictures, key=lambda p: p.group)]
+    return Gallery(title, tuple(groups)) if groups else None

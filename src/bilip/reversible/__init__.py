@@ -1,8 +1,7 @@
 """Memory-saving gradients that cannot be silently wrong."""
 
-from bilip.reversible.angle import angle
 from bilip.reversible.function import hold
-from bilip.reversible.guard import DriftWarning, Guard, GuardReport
+from bilip.reversible.guard import DriftWarning, Guard, GuardReport, angle
 from bilip.reversible.reversible import Reversible
 
 __all__ = ["DriftWarning", "Guard", "GuardReport", "Reversible", "angle", "hold"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import Flag, capturing
+from bilip._torch import Flag, capturing
 from bilip.blocks import Bijection
 from bilip.blocks.chain import iterated
 from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw
@@ -29,22 +29,18 @@ from bilip.nets.replay import (
     versions_of,
 )
 from bilip.nets.spectral import again, held_layers, held_now, held_together
-from bilip.reversible.angle import angle
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import DriftWarning, Watch, anchors_for
+from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle
 from bilip.reversible.kinks import Signs
-from bilip.reversible.mixing import Mixing
-from bilip.reversible.prepared import Prepared
-from bilip.reversible.together import sizes
-from bilip.reversible.unit import Grads, Pulled, Unit
+from bilip.reversible.mixing import Mixing, Prepared
+from bilip.reversible.units import Grads, Pulled, Unit
 
 __all__ = ["Backward", "Call"]
 
 WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
 CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
 CANCELS = 5  # tolerances that several calls together may be off by: what is out already cannot be mended
-LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 
 
 @dataclass
@@ -435,46 +431,6 @@ class Backward:
         """The first samples only."""
         cut = [None if t is None else t[:count] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
         return Backward(cut[0], cut[1], cut[2], tuple(t[:count] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Drift:
-    r"""How far a walk has drifted.
-
-    Attributes:
-        places: States that were compared, in the order of the walk: from the last to the first.
-        added: Drift that has added up from the output to each of them: shape `(places,)`.
-        total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
-            each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
-            input is wanted.
-        mean: The same without these two.
-    """
-
-    places: list[int]
-    added: Tensor
-    total: Tensor
-    mean: Tensor
-
-    @classmethod
-    def none(cls, x: Tensor) -> Drift:
-        """That of a walk in which nothing was compared."""
-        zero = torch.zeros((), dtype=torch.float64, device=x.device)
-        return cls([], zero[None][:0], zero, zero)
-
-    @classmethod
-    def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
-        """From the drifts at these places, and gradients with how many of them came before."""
-        added = found.double().cumsum(0)
-        least = added[-1] if everywhere or not grads else LEAST * added[-1]
-        if not grads:
-            return cls(places, added, least, least)
-        size = sizes([g for _, g in grads])
-        weight = size / size.amax()
-        until = [torch.zeros_like(added[0]), *added.unbind()]
-        met = torch.stack([until[count] for count, _ in grads])
-        mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
-        mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
-        return cls(places, added, torch.maximum(mean, least), mean)
 
 
 class Sum:

@@ -12,7 +12,7 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
 from bilip.blocks._nets import call
 from bilip.blocks.scale import SigmoidScale
 from bilip.reversible.fingerprint import kernels
-from bilip.reversible.unit import Pulled, Ran, Unit, leaf, pull
+from bilip.reversible.units import Pulled, Ran, Unit, leaf, pull
 
 __all__ = ["Coupling"]
 

@@ -7,18 +7,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from bilip._capture import Flag
+from bilip._torch import Flag
 from bilip.errors import DriftError, InputError
-from bilip.reversible.together import Together
 
-__all__ = ["DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for"]
+__all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for", "angle"]
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20
+LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest")
 
@@ -122,6 +123,96 @@ class GuardReport:
         """
         beyond = [name for name, drift in self.worst.items() if drift > self.tolerance]
         return beyond[-1] if beyond else max(self.worst, key=lambda name: self.worst[name], default="")
+
+
+@dataclass(frozen=True)
+class Drift:
+    r"""How far a walk has drifted.
+
+    Attributes:
+        places: States that were compared, in the order of the walk: from the last to the first.
+        added: Drift that has added up from the output to each of them: shape `(places,)`.
+        total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
+            each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
+            input is wanted.
+        mean: The same without these two.
+    """
+
+    places: list[int]
+    added: Tensor
+    total: Tensor
+    mean: Tensor
+
+    @classmethod
+    def none(cls, x: Tensor) -> Drift:
+        """That of a walk in which nothing was compared."""
+        zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        return cls([], zero[None][:0], zero, zero)
+
+    @classmethod
+    def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
+        """From the drifts at these places, and gradients with how many of them came before."""
+        added = found.double().cumsum(0)
+        least = added[-1] if everywhere or not grads else LEAST * added[-1]
+        if not grads:
+            return cls(places, added, least, least)
+        size = sizes([g for _, g in grads])
+        weight = size / size.amax()
+        until = [torch.zeros_like(added[0]), *added.unbind()]
+        met = torch.stack([until[count] for count, _ in grads])
+        mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
+        mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
+        return cls(places, added, torch.maximum(mean, least), mean)
+
+
+class Together:
+    """What the calls of one `Reversible` add up to in one backward pass.
+
+    A loss that goes there and back, or subtracts, has calls whose gradients nearly cancel: each of them is right to a few digits, and
+    these may be all that is left of the sum. Gradients are held as long as calls are waiting whose backward pass is to come. A copy
+    starts without any.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.found: dict[
+            int, tuple[dict[Tensor, Tensor], Tensor]
+        ] = {}  # by backward pass: gradients, what they are wrong by
+
+    def expect(self, call: Any) -> None:
+        """Take note of a call that was made."""
+        self.waiting[id(call)] = call
+
+    def add(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
+        """What the gradients found so far in this backward pass may be wrong by, over the size of their sum; `None` for one alone.
+
+        Args:
+            call: Whose backward pass this is.
+            grads: What it has found.
+            drift: What that may be wrong by, relative to its size.
+        """
+        self.waiting.pop(id(call), None)
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        before = self.found.pop(task, None)  # of this pass: those of other threads have other numbers
+        if not self.waiting:
+            self.found.clear()
+            if before is None:
+                return None
+        if not grads:
+            if before is not None:
+                self.found[task] = before
+            return None
+        total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
+        if before is not None:
+            wrong = wrong + before[1]
+            for p, g in before[0].items():
+                total[p] = total[p] + g if p in total else g
+        if self.waiting:
+            self.found[task] = total, wrong
+        return None if before is None else wrong / torch.linalg.vector_norm(sizes(list(total.values())))
+
+    def __reduce__(self) -> tuple[type[Together], tuple[()]]:
+        return Together, ()
 
 
 @dataclass
@@ -303,3 +394,24 @@ def anchors_for(added: Sequence[float], limit: float, rounding: float) -> list[i
             chosen.append(k)
             begun, total = max(after - before if math.isfinite(after) else math.inf, rounding), 0.0
     return chosen
+
+
+def sizes(grads: Sequence[Tensor]) -> Tensor:
+    """Their norms, in float64: squares of large gradients are no float32."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    return torch.stack(torch._foreach_norm(dense, dtype=torch.float64))
+
+
+def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
+    r"""The angle between two gradients in radians, $2\,\mathrm{atan2}(|a - b|, |a + b|)$ of the unit vectors, in float64.
+
+    Example:
+        >>> round(angle([torch.tensor([1.0, 0.0])], [torch.tensor([1.0, 1.0])]), 4)
+        0.7854
+    """
+    a = torch.cat([t.detach().double().flatten() for t in u]) if u else torch.zeros(1)
+    b = torch.cat([t.detach().double().flatten() for t in v]) if v else torch.zeros(1)
+    if not a.any() and not b.any():
+        return 0.0
+    a, b = a / a.norm(), b / b.norm()
+    return float(2 * torch.atan2((a - b).norm(), (a + b).norm()))

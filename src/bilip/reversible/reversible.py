@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from bilip._capture import Flag
+from bilip._torch import Flag
 from bilip.adapters import as_bijection
-from bilip.blocks import Bijection
-from bilip.blocks.reach import Reach, Step
+from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
+from bilip.blocks.bijection import Reach, Step
+from bilip.blocks.chain import only_scales
+from bilip.blocks.factor_out import OnKept
 from bilip.bounds import Box
 from bilip.errors import CheckpointError, InputError
-from bilip.nets.readable import is_itself
+from bilip.nets.readable import is_itself, is_untouched
 from bilip.reversible.call import Call
+from bilip.reversible.coupling import Coupling
 from bilip.reversible.function import MemorySaving
 from bilip.reversible.guard import Guard, GuardReport, Watch
 from bilip.reversible.kinks import Signs
-from bilip.reversible.units import make_units
+from bilip.reversible.mixing import Mixing
+from bilip.reversible.units import Generic, Kept, Rearranging, Unit
 
-__all__ = ["Reversible"]
+__all__ = ["Reversible", "make_units"]
 
 MEMORY = ("reversible", "checkpoint", "stored")
 Kind = tuple[
@@ -254,3 +258,51 @@ def _transformed(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list[Unit]:
+    """The units of a map in the order in which they run."""
+    units: list[Unit] = []
+    plain = _Plain()
+    k = 0
+    while k < len(parts):
+        name, part = parts[k]
+        after = parts[k + 1][1] if k + 1 < len(parts) else None
+        if _is_free(after, plain) and only_scales(part, after) and plain(part):
+            units.append(Mixing(parts[k + 1][0], part, after, inverse=inverse))
+            k += 1
+        else:
+            units.append(_unit(name, part, plain, inverse=inverse))
+        k += 1
+    return units[::-1] if inverse else units
+
+
+class _Plain:
+    """Whether a block, with its partition and scale, does what its class says, so that it may be evaluated in another way; of each class
+    it is found out once.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[type, bool] = {}
+        self.parts: dict[type, bool] = {}
+
+    def __call__(self, part: Bijection) -> bool:
+        inner = (part._modules.get("partition"), vars(part).get("scale"))
+        return is_itself(part, self.blocks) and all(is_untouched(thing, self.parts) for thing in inner)
+
+
+def _unit(name: str, part: Bijection, plain: _Plain, *, inverse: bool) -> Unit:
+    if isinstance(part, OnKept):
+        return Kept(_unit(name, part.block, plain, inverse=inverse), part.kept_shape, part.kept_latent)
+    if type(part) in (AdditiveCoupling, AffineCoupling) and plain(part):
+        return Coupling(name, part, inverse=inverse)
+    if _is_free(part, plain):
+        return Mixing(name, None, part, inverse=inverse)
+    if part.rearranges and plain(part):
+        return Rearranging(name, part, inverse=inverse)
+    return Generic(name, part, inverse=inverse)
+
+
+def _is_free(part: Bijection | None, plain: _Plain) -> TypeGuard[InvertibleConv1x1]:
+    """Whether a block is a 1x1 convolution with a free matrix, and nothing else."""
+    return type(part) is InvertibleConv1x1 and part.kind == "full" and plain(part) and "weight" in part._parameters

@@ -1,74 +1,283 @@
-"""From the blocks of a bijection to the units of a walk."""
+r"""The steps of a memory-saving walk: each recovers its input from its output and pulls a gradient back through itself.
+
+A unit knows two directions. In the one it is called, `run` gives the output; `back` takes output and gradient and gives input and
+gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
-from bilip.nets.readable import is_itself, is_untouched
-from bilip.reversible.coupling import Coupling
-from bilip.reversible.mixing import Mixing
-from bilip.reversible.unit import Generic, Kept, Rearranging, Unit
+import torch
+from torch import Tensor, nn
 
-__all__ = ["make_units"]
+from bilip.blocks import Bijection
+from bilip.errors import DriftError
+from bilip.nets.replay import hooks_wait
+from bilip.reversible.fingerprint import Fingerprint, Print
 
+__all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "pull"]
 
-def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list[Unit]:
-    """The units of a map in the order in which they run."""
-    units: list[Unit] = []
-    plain = _Plain()
-    k = 0
-    while k < len(parts):
-        name, part = parts[k]
-        after = parts[k + 1][1] if k + 1 < len(parts) else None
-        if (
-            type(part) is ActNorm
-            and part._ready
-            and part.dim == 1
-            and plain(part)
-            and _is_free(after, plain, part.features)
-        ):
-            units.append(Mixing(parts[k + 1][0], part, after, inverse=inverse))  # type: ignore[arg-type]
-            k += 1
-        else:
-            units.append(_unit(name, part, plain, inverse=inverse))
-        k += 1
-    return units[::-1] if inverse else units
+Grads = dict[Tensor, Tensor]
 
 
-class _Plain:
-    """Whether a block, with its partition and scale, does what its class says, so that it may be evaluated in another way; of each class
-    it is found out once.
+@dataclass
+class Pulled:
+    """What `back` gives.
+
+    Attributes:
+        x: The input of the unit, recovered, or the known one.
+        grad: Gradient with respect to it.
+        parameters: Gradients with respect to the parameters of the unit, and to tensors from outside that it uses.
+        context: Gradient with respect to the context, if it is wanted.
+        print: The sums of the fingerprint of x, where they came along for nothing.
     """
 
-    def __init__(self) -> None:
-        self.blocks: dict[type, bool] = {}
-        self.parts: dict[type, bool] = {}
-
-    def __call__(self, part: Bijection) -> bool:
-        inner = (part._modules.get("partition"), vars(part).get("scale"))
-        return is_itself(part, self.blocks) and all(is_untouched(thing, self.parts) for thing in inner)
+    x: Tensor
+    grad: Tensor
+    parameters: Grads = field(default_factory=dict)
+    context: Tensor | None = None
+    print: Tensor | None = None
 
 
-def _unit(name: str, part: Bijection, plain: _Plain, *, inverse: bool) -> Unit:
-    if isinstance(part, OnKept):
-        return Kept(_unit(name, part.block, plain, inverse=inverse), part.kept_shape, part.kept_latent)
-    if type(part) in (AdditiveCoupling, AffineCoupling) and plain(part):
-        return Coupling(name, part, inverse=inverse)
-    if _is_free(part, plain):
-        return Mixing(name, None, part, inverse=inverse)  # type: ignore[arg-type]
-    if part.rearranges and plain(part):
-        return Rearranging(name, part, inverse=inverse)
-    return Generic(name, part, inverse=inverse)
+class Ran(NamedTuple):
+    """What `run` gives.
+
+    Attributes:
+        y: The output.
+        log_det: If wanted, the log-determinant, of shape `(batch,)` or a number for all.
+        print: If wanted, the fingerprint of the input.
+    """
+
+    y: Tensor
+    log_det: Tensor | None = None
+    print: Print | None = None
 
 
-def _is_free(part: Bijection | None, plain: _Plain, features: int | None = None) -> bool:
-    if (
-        type(part) is not InvertibleConv1x1
-        or part.kind != "full"
-        or not plain(part)
-        or "weight" not in part._parameters
-    ):
-        return False
-    return features is None or part.channels == features
+class Unit(ABC):
+    """One step, in one direction.
+
+    `stores`: its input has to be kept. `twice`: `back` inverts first, then evaluates again. `fresh`: what it gives is new memory,
+    which nobody else holds, so that the next step may write into it (`own`).
+    """
+
+    stores = False
+    twice = False
+    rearranges = False
+    fresh = False
+
+    def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
+        self.name, self.block, self.inverse = name, block, inverse
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What may draw numbers or keep statistics."""
+        return (self.block,)
+
+    @property
+    def innermost(self) -> Unit:
+        """The unit itself, or the one that acts on a part of the state."""
+        return self
+
+    def run(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        *,
+        log_det: bool,
+        own: bool = False,
+        mark: Fingerprint | None = None,
+        matrices: Any = None,
+    ) -> Ran:
+        """The output, from one end of the chain to the other. `matrices` are those of `Mixing`."""
+        seen = None if mark is None else mark.of(x)
+        if not log_det:
+            return Ran((self.block.inverse if self.inverse else self.block)(x, context), None, seen)
+        y, log = (self.block.inverse_and_log_det if self.inverse else self.block.forward_and_log_det)(x, context)
+        return Ran(y, log, seen)
+
+    def traced(
+        self, x: Tensor, context: Tensor | None, *, log_det: bool, matrices: Any = None
+    ) -> tuple[Ran, Sequence[Tensor]]:
+        """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
+        point, given = x.detach(), leaf(context)
+        with torch.enable_grad(), _unhooked():
+            y, log, _ = Unit.run(self, point, given, log_det=log_det)
+        found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
+        return Ran(y.detach(), None if log is None else log.detach()), found
+
+    def undo(self, y: Tensor, context: Tensor | None, matrices: Any = None) -> Tensor:
+        """The input that belongs to an output."""
+        return (self.block if self.inverse else self.block.inverse)(y, context)
+
+    @abstractmethod
+    def back(
+        self,
+        y: Tensor,
+        context: Tensor | None,
+        grad: Tensor,
+        grad_log: Tensor | None,
+        known: Tensor | None,
+        *,
+        own: bool = False,
+        mark: Print | None = None,
+        matrices: Any = None,
+        outside: Sequence[Tensor] = (),
+    ) -> Pulled:
+        """Input and gradient from output and gradient; `known` is the input where it was kept, `outside` are tensors that the block uses
+        without owning them.
+        """
+
+
+def _unhooked() -> AbstractContextManager[Any]:
+    """A context in which no hook of the caller sees the tensors that are stored: those wait for the tensors of the call itself.
+
+    Where there is no such hook, nothing is done: blocks that differentiate inside in batches cannot do so under hooks on a GPU.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+class Generic(Unit):
+    """Invert, then evaluate again with gradients: for any block; of one that stores, only evaluate again."""
+
+    twice = True
+
+    def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
+        super().__init__(name, block, inverse=inverse)
+        self.stores = not block.closed_form
+
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+        x = self.undo(y, context).detach() if known is None else known
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            given = leaf(context)
+            z, log_det, _ = self.run(point, given, log_det=grad_log is not None)
+            outputs, grads = [z], [grad]
+            if log_det is not None and grad_log is not None and log_det.requires_grad:
+                outputs.append(log_det)
+                grads.append(grad_log)
+            return pull(x, outputs, grads, point, self, given, outside)
+
+
+class Rearranging(Unit):
+    """A map that only moves entries around: the gradient moves back the same way."""
+
+    rearranges = True
+
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+        return Pulled(self.undo(y, context) if known is None else known, self.undo(grad, context))
+
+
+class Kept(Unit):
+    """A unit on the first entries of a flat state; the rest passes."""
+
+    def __init__(self, inner: Unit, shape: tuple[int, ...], latent: tuple[int, ...]) -> None:
+        super().__init__(inner.name, inner.block, inverse=inner.inverse)
+        self.inner, self.stores, self.rearranges, self.twice = inner, inner.stores, inner.rearranges, inner.twice
+        self.entered, self.left = (latent, shape) if inner.inverse else (shape, latent)
+
+    @property
+    def modules(self):
+        return self.inner.modules
+
+    @property
+    def innermost(self):
+        return self.inner.innermost
+
+    def _split(self, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        size = math.prod(shape)
+        return x[:, :size].unflatten(1, shape), x[:, size:]
+
+    def run(self, x, context, *, log_det, own=False, mark=None, matrices=None):
+        seen = None if mark is None else mark.of(x)
+        kept, rest = self._split(x, self.entered)
+        y, log, _ = self.inner.run(kept, context, log_det=log_det, matrices=matrices)
+        return Ran(torch.cat((y.flatten(1), rest), 1), log, seen)
+
+    def traced(self, x, context, *, log_det, matrices=None):
+        kept, rest = self._split(x, self.entered)
+        (y, log, _), leaves = self.inner.traced(kept, context, log_det=log_det, matrices=matrices)
+        return Ran(torch.cat((y.flatten(1), rest), 1), log), leaves
+
+    def undo(self, y, context, matrices=None):
+        kept, rest = self._split(y, self.left)
+        return torch.cat((self.inner.undo(kept, context, matrices).flatten(1), rest), 1)
+
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+        (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
+        kept = None if known is None else self._split(known, self.entered)[0]
+        inner = self.inner.back(y, context, grad, grad_log, kept, matrices=matrices, outside=outside)
+        x = torch.cat((inner.x.flatten(1), rest), 1) if known is None else known
+        return Pulled(x, torch.cat((inner.grad.flatten(1), g_rest), 1), inner.parameters, inner.context)
+
+
+def pull(
+    x: Tensor,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    point: Tensor,
+    unit: Unit,
+    context: Tensor | None,
+    outside: Sequence[Tensor],
+) -> Pulled:
+    """Gradients of outputs, pulled back to a point, to the parameters of a block, to tensors from outside and to the context.
+
+    Raises:
+        DriftError: The outputs depend on another tensor, whose gradient would be lost.
+    """
+    parameters = [p for p in unit.block.parameters() if p.requires_grad]
+    inputs = [point, *parameters, *outside]
+    if context is not None and context.requires_grad:
+        inputs.append(context)
+    live = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if not live:
+        return Pulled(x, torch.zeros_like(point))
+    unknown = leaves_of([o for o, _ in live], inputs)
+    if unknown:
+        raise DriftError(
+            f"block {unit.name} uses a tensor of shape {tuple(unknown[0].shape)} that asks for a gradient and is not a parameter of "
+            "the bijection, and has not done so when this Reversible was first called: its gradient would be lost. Register "
+            "it as a parameter of the block, hand it in as context, or use Reversible(..., memory='stored')."
+        )
+    with hooks_wait(inputs):
+        found = torch.autograd.grad(
+            [o for o, _ in live], inputs, [g for _, g in live], allow_unused=True, retain_graph=bool(outside) or None
+        )
+    grad = torch.zeros_like(point) if found[0] is None else found[0]
+    own = [*parameters, *outside]
+    named = {p: g for p, g in zip(own, found[1:], strict=False) if g is not None}
+    given = found[-1] if len(inputs) > 1 + len(own) else None
+    return Pulled(x, grad, named, given)
+
+
+def leaves_of(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that ask for gradients and that outputs depend on, other than those known."""
+    seen, found = {id(t) for t in known}, dict[int, Tensor]()
+    visited = set()
+    queue = [o.grad_fn for o in outputs if o.grad_fn is not None]
+    while queue:
+        node = queue.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            variable = node.variable  # type: ignore[attr-defined]
+            if id(variable) not in seen:
+                found[id(variable)] = variable
+        else:
+            queue += [after for after, _ in node.next_functions if after is not None]
+    return list(found.values())
+
+
+def leaf(context: Tensor | None) -> Tensor | None:
+    """The context, cut off from its own graph, asking for a gradient if it did."""
+    if context is None or not context.is_floating_point():
+        return context
+    return context.detach().requires_grad_(context.requires_grad)

@@ -8,7 +8,6 @@ inverse, the adversary of every bound.
 
 from bilip.testing.contract import check_contract
 from bilip.testing.gains import Gains, search_gains
-from bilip.testing.invertible import assert_invertible
-from bilip.testing.tolerance import rounding_tolerance
+from bilip.testing.invertible import assert_invertible, rounding_tolerance
 
 __all__ = ["Gains", "assert_invertible", "check_contract", "rounding_tolerance", "search_gains"]

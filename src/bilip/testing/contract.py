@@ -152,13 +152,13 @@ def _gradients(f: Bijection, point: Tensor, context: Tensor | None, way: str) ->
 
 
 def _check_state(model: Bijection, x: Tensor, context: Tensor | None) -> None:
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in other.parameters():
             p.add_(torch.randn_like(p) * 0.1)
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        twin.load_state_dict(state)
-        _close("outputs after load_state_dict(state_dict())", model(x, context), twin(x, context), 1e-12)
+        other.load_state_dict(state)
+        _close("outputs after load_state_dict(state_dict())", model(x, context), other(x, context), 1e-12)
 
 
 def _check_bounds(model: Bijection, box: Box, like: Tensor, context: Tensor | None) -> None:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from bilip.training.average import Average
 from bilip.training.log import Log, read_log
-from bilip.training.loop import Trained, train
-from bilip.training.machines import launch
+from bilip.training.loop import launch, train
+from bilip.training.monitor import StabilityMonitor, StabilityRow
+from bilip.training.run import Trained
 from bilip.training.settings import Settings
 from bilip.training.state import load_weights, read_state, save_state
 from bilip.training.task import Draw, Task
@@ -19,6 +20,8 @@ __all__ = [
     "Log",
     "Settings",
     "StabilityCallback",
+    "StabilityMonitor",
+    "StabilityRow",
     "Task",
     "Trained",
     "launch",

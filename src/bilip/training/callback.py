@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bilip.adapters import as_bijection
-from bilip.auditing.probes.monitor import StabilityMonitor, StabilityRow
 from bilip.blocks import Bijection, Chain
 from bilip.errors import InputError, MissingExtra
 from bilip.regularizers import Penalty
 from bilip.reversible import DriftWarning, Reversible
-from bilip.training.callback_parts import add_gradients, copy_of, samples_of
+from bilip.training.monitor import StabilityMonitor, StabilityRow
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -113,7 +113,7 @@ class StabilityCallback(Callback):
         if not pl_module.automatic_optimization:
             raise InputError(
                 f"StabilityCallback: {type(pl_module).__name__} optimizes manually. Add penalty(model, x, step=...) to its loss and "
-                "call a bilip.auditing.probes.StabilityMonitor after optimizer.step(), or set automatic_optimization = True."
+                "call a bilip.training.StabilityMonitor after optimizer.step(), or set automatic_optimization = True."
             )
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
             raise InputError("StabilityCallback: the trainer shards parameters, expected whole ones: strategy='ddp'.")
@@ -130,15 +130,15 @@ class StabilityCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch, self._before = batch, trainer.global_step
         if self.every is not None and self.monitor is None:
-            data = copy_of(*samples_of(batch, self.x)) if self.data is None else self.data
+            data = _copy_of(*_samples_of(batch, self.x)) if self.data is None else self.data
             self.monitor = self._new_monitor(self._bijection, data)
             self.monitor.rows = self.rows
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         due = {f"penalty/{n}": p for n, p in self.penalties.items() if p.weight and trainer.global_step % p.every == 0}
         if due:
-            x, context = samples_of(self._batch, self.x)
-            self._values |= add_gradients(trainer, optimizer, due, self._bijection, x, context)
+            x, context = _samples_of(self._batch, self.x)
+            self._values |= _add_gradients(trainer, optimizer, due, self._bijection, x, context)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -177,3 +177,70 @@ class StabilityCallback(Callback):
             warnings.warn(text, DriftWarning, stacklevel=2)
         drift = max((value for report in reports for value in report.drift.values()), default=0.0)
         return {"guard/drift": drift, "guard/repaired": float(repaired)} if reports else {}
+
+
+def _add_gradients(
+    trainer: Trainer,
+    optimizer: Optimizer,
+    penalties: Mapping[str, Penalty],
+    model: Bijection,
+    x: Tensor,
+    context: Tensor | None,
+) -> dict[str, Tensor]:
+    """Add the gradients of penalties, averaged over processes, to the `.grad` of the optimizer's parameters.
+
+    Without autocast: the rounding of bfloat16 would drown a finite difference, and float16 would need a loss scale.
+
+    Returns:
+        The mean of each penalty over the processes, with its weight.
+    """
+    plugin, step = trainer.precision_plugin, trainer.global_step
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if all(p.grad is None for p in parameters):  # training_step has skipped the batch
+        return {}
+    with torch.enable_grad(), plugin.forward_context(), torch.autocast(x.device.type, enabled=False):
+        values = torch.stack([penalty(model, x, step=step, context=context) for penalty in penalties.values()])
+        total = values.sum() + values.new_zeros((), requires_grad=True)  # a constant where every sample was left out
+        parts = [values.detach(), *torch.autograd.grad(total, parameters, materialize_grads=True)]
+    if trainer.world_size > 1:  # DistributedDataParallel does not see torch.autograd.grad
+        flat: Tensor = trainer.strategy.reduce(torch.cat([t.flatten() for t in parts]), reduce_op="mean")
+        pieces = flat.split([t.numel() for t in parts])
+        parts = [piece.view_as(t).to(t) for piece, t in zip(pieces, parts, strict=True)]
+    # Fused optimizers take gradients scaled for float16; for all others Lightning has unscaled them by now.
+    scaler = getattr(plugin, "scaler", None) if getattr(optimizer, "_step_supports_amp_scaling", False) else None
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    for parameter, gradient in zip(parameters, parts[1:], strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient, alpha=scale)
+        elif gradient.any():  # otherwise it belongs neither to the loss nor to a penalty
+            parameter.grad = scale * gradient
+    return dict(zip(penalties, parts[0], strict=True))
+
+
+def _samples_of(batch: Any, choose: Callable[[Any], Any] | None) -> tuple[Tensor, Tensor | None]:
+    """The samples of a batch and their context: what `choose` says, or the first tensor of floats without context."""
+    found = _first_floats(batch) if choose is None else choose(batch)
+    x, context = found if isinstance(found, (tuple, list)) and len(found) == 2 else (found, None)
+    if not isinstance(x, Tensor) or not isinstance(context, Tensor | None):
+        what = (
+            f"found no tensor of floats in a batch ({type(batch).__name__})"
+            if choose is None
+            else f"x(batch) gave {type(found).__name__}"
+        )
+        raise InputError(
+            f"StabilityCallback: {what}. Pass x=, a function from a batch to its samples or to a pair (x, context)."
+        )
+    return x, context
+
+
+def _copy_of(x: Tensor, context: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """A copy in main memory that no training step changes."""
+    kept = x.detach().to("cpu", copy=True)
+    return kept if context is None else (kept, context.detach().to("cpu", copy=True))
+
+
+def _first_floats(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch if batch.is_floating_point() else None
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((found for found in map(_first_floats, inside) if found is not None), None)

@@ -1,34 +1,32 @@
-"""The loop: data, step, log, evaluation, checkpoint, until the last step."""
+"""Training from outside: a run is launched on its devices, alone in its folder, with a bar, and can be stopped between steps."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from bilip.auditing.probes.blame import kind_of
-from bilip.blocks import Bijection
-from bilip.data import seed_of
-from bilip.errors import InputError, Stopped, TrainingDiverged
+from bilip.errors import InputError, MissingExtra, Stopped
 from bilip.reversible import Reversible
-from bilip.training.interrupt import Interrupts
-from bilip.training.lock import alone
-from bilip.training.machines import launch
-from bilip.training.progress import shown
-from bilip.training.run import Run, Trained
+from bilip.training.run import Progress, Run, Trained
 from bilip.training.settings import Settings
-from bilip.training.state import save_state
-from bilip.training.step import Settled
 from bilip.training.task import Task
 
-__all__ = ["Trained", "train"]
+try:
+    import fcntl
+except ImportError:  # there is none on Windows
+    fcntl = None
 
-Progress = Callable[[int, int, Mapping[str, float]], None]
+__all__ = ["Interrupts", "alone", "launch", "shown", "train"]
 
 
 def train(
@@ -85,40 +83,11 @@ def train(
         interrupts = stack.enter_context(Interrupts(deadline))
         try:
             with _advised(task, settings, lambda: f"in step {run.done + 1}; {run.left}"):
-                _to_the_end(run, show, interrupts)
+                run.go(show, interrupts.check)
         except (KeyboardInterrupt, Stopped):
-            if run.between_steps:
-                _taken(run, run.step.settle())
-                run.save()
+            run.stop()
             raise
     return Trained(run.folder, run.done, run.best_step, run.best_loss, run.main)
-
-
-def _to_the_end(run: Run, progress: Progress, interrupts: Interrupts) -> None:
-    settings, latest = run.settings, {}
-    if not run.done and settings.evaluates(0):
-        latest |= _evaluated(run)
-    while run.done < settings.steps:
-        step, run.between_steps = run.done, False
-        run.begin(step)
-        _taken(run, run.step.advance(step, run.batch(step)))
-        run.done = step + 1
-        logs, saves = (settings.due(every, run.done) for every in (settings.log_every, settings.save_every))
-        if logs or saves or settings.evaluates(run.done) or run.done == settings.steps:
-            _taken(run, run.step.settle())
-        if logs or (run.exact and run.summed and not math.isfinite(float(run.sums["loss"]))):
-            latest |= _logged(run)
-        if settings.evaluates(run.done):
-            latest |= _evaluated(run)
-        if saves and not run.save() and run.done == settings.steps:
-            raise TrainingDiverged(
-                f"training diverged: the last step left weights that are not finite; {run.left}.", run.done
-            )
-        run.between_steps = True
-        progress(run.done, settings.steps, latest)
-        interrupts.check(*_shared_clock(run))
-    run.writer.wait()
-    run.fabric.barrier()
 
 
 @contextlib.contextmanager
@@ -136,107 +105,142 @@ def _advised(task: Task, settings: Settings, when: Callable[[], str]) -> Iterato
         ) from error
 
 
-def _taken(run: Run, settled: Sequence[Settled]) -> None:
-    """Add up the losses of steps that are done for good."""
-    for one in settled:
-        if run.settings.skip is not None:
-            _judged(run, one)
-        for name, value in one.found.items():
-            run.sums[name] = run.sums[name] + value if name in run.sums else value.clone()
-        run.summed += 1
+def launch(settings: Settings) -> Any:
+    """A launched Fabric. With several devices, the program is run once for each of them from the start.
 
-
-def _judged(run: Run, settled: Settled) -> None:
-    """Count steps that were skipped; end where the loss is not finite, or too many were skipped one after the other."""
-    found, batch = settled.found, settled.batch
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if bool(found["skipped"]) else 0
-    if not run.skipped_in_a_row:
-        return
-    loss, step, model = float(found["loss"]), settled.step + 1, run.task.model
-    if not math.isfinite(loss) and run.fabric.world_size == 1:
-        raise TrainingDiverged(
-            f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {run.left}.",
-            step,
-        )
-    if run.settings.skip is not None and run.skipped_in_a_row > run.settings.skip:
-        broken = [
-            name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
-        where = f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
-        raise TrainingDiverged(
-            f"training diverged: {run.skipped_in_a_row} gradients in a row were not finite, the last one in step {step}, {where}; "
-            f"{run.left}.",
-            step,
-        )
-
-
-@torch.no_grad()
-def first_non_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
-    """In words, the first block of a flow, or of a model with a trunk, that leaves numbers that are not finite."""
-    bijection = getattr(model, "bijection", getattr(model, "trunk", model))
-    if not isinstance(bijection, Bijection):
-        return f"the model, a {type(model).__name__}, has no blocks to look into"
-    state = x
-    for name, part in bijection.parts():
-        state, log_det = part.forward_and_log_det(state)
-        for what, values in (("output", state), ("log-determinant", log_det)):
-            if not bool(values.isfinite().all()):
-                return f"the first {what} that is not finite is that of block {name} ({kind_of(part)})"
-    return "every block is finite: the sum over dimensions is not"
-
-
-def _shared_clock(run: Run) -> tuple[float, ...]:
-    """The time by which all processes judge the deadline: that of the first, asked for now and then."""
-    if run.fabric.world_size == 1:
-        return (time.time(),)
-    return (run.fabric.broadcast(time.time()),) if run.done % run.settings.log_every == 0 else ()
-
-
-def _logged(run: Run) -> dict[str, float]:
-    """Log the mean losses since the last row."""
-    since = run.summed
-    means = {name: run.fabric.all_reduce(value / since, reduce_op="mean") for name, value in run.sums.items()}
-    run.sums, run.summed = {}, 0
-    values = {name: float(value) for name, value in means.items()}
-    if not math.isfinite(values["loss"]):
-        when = f"in step {run.done}" if run.exact else f"in step {run.done} or up to {since - 1} before"
-        raise TrainingDiverged(
-            f"training diverged: the loss was {values['loss']} {when}; {run.left}. Lower the learning rate, clip gradients, or "
-            "add a penalty.",
-            run.done,
-        )
-    run.log.write("train", run.done, {**values, "lr": run.settings.rate(run.done - 1)})
-    return values
-
-
-def _evaluated(run: Run) -> dict[str, float]:
-    """Log what the task measures, and keep the weights with the smallest test loss."""
-    if run.task.evaluate is None or not run.main:
-        return {}
-    model = run.task.model
-    modes = {part: part.training for part in model.modules()}
+    Example:
+        >>> fabric = launch(Settings(steps=1, device="cpu"))
+        >>> fabric.world_size, fabric.device
+        (1, device(type='cpu'))
+    """
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(),
-            run.average.in_place() if run.average else contextlib.nullcontext(),
-        ):
-            torch.manual_seed(seed_of(run.settings.seed, run.done, "evaluation"))
-            found = _numbers(run.task.evaluate(model.eval(), run.done))
-            if found.get("test_loss", math.inf) < run.best_loss:
-                run.best_step, run.best_loss = run.done, found["test_loss"]
-                save_state(run.folder / "best.safetensors", run.weights(), {"step": run.done})
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise MissingExtra("training needs Lightning Fabric: pip install 'bilip[train]'.") from error
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device='cuda': torch sees no CUDA device here. Use device='cpu'.")
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and settings.devices > torch.cuda.device_count():
+        raise InputError(f"devices={settings.devices}: torch sees {torch.cuda.device_count()} CUDA devices here.")
+    several = settings.devices * settings.nodes > 1
+    with warnings.catch_warnings(), _without_advice():
+        warnings.filterwarnings("ignore", module="lightning")
+        fabric = Fabric(
+            accelerator=device,
+            devices=settings.devices,
+            num_nodes=settings.nodes,
+            strategy="ddp" if several else "auto",
+            precision=settings.precision,  # type: ignore[arg-type]
+        )
+        fabric.launch()
+    return fabric
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Lightning would tell in every process that products could be rounded to TF32: of all things, not here."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))
+    try:
+        yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
-    run.log.write("evaluation", run.done, found)
-    return found
+        logging.disable(before)
 
 
-def _numbers(found: object) -> dict[str, float]:
+class Interrupts:
+    """While it is open, the first Ctrl-C or SIGTERM waits until `check()`; a second Ctrl-C stops at once.
+
+    Outside of the main thread, where Python delivers no signals, only the deadline counts.
+
+    Args:
+        deadline: In the seconds of `time.time()`; `None` for none.
+
+    Example:
+        >>> with Interrupts() as interrupts:
+        ...     interrupts.check()
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.asked, self.ended, self.deadline = False, False, deadline
+
+    def check(self, now: float | None = None) -> None:
+        """Raise `KeyboardInterrupt` or `Stopped` if one was asked for, `Stopped` if the deadline is before `now`."""
+        if self.asked:
+            raise KeyboardInterrupt
+        if self.ended:
+            raise Stopped("stopped by SIGTERM; the same call goes on from here.")
+        if self.deadline is not None and now is not None and now >= self.deadline:
+            raise Stopped("the time is up; the same call goes on from here.")
+
+    def __enter__(self) -> Interrupts:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._main:
+            for number, before in self._before.items():
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            self.ended = True
+        elif self.asked:
+            raise KeyboardInterrupt
+        else:
+            self.asked = True
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make a folder, and keep other runs out of it; where a file system has no locks, they are not kept out.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "run"):
+        ...     pass
+    """
     try:
-        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot train in {folder} ({error.strerror}).") from error
+    if fcntl is None:
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
         raise InputError(
-            f"Task.evaluate returned {found!r:.60}: expected numbers by name, as in {{'test_loss': 3.5}}."
+            f"another run, of this or another process, is training in {folder}. Wait until it ends, or choose another folder."
         ) from error
+    except OSError:  # no locks here
+        pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_UN)  # a forked child may have it open still
+        os.close(held)
+
+
+@contextlib.contextmanager
+def shown(title: str = "training") -> Iterator[Callable[[int, int, Mapping[str, float]], None]]:
+    """A bar with the latest numbers, on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title)
+
+        def show(done: int, steps: int, latest: Mapping[str, float]) -> None:
+            numbers = " ".join(f"{name} {value:.4g}" for name, value in list(latest.items())[:3])
+            bar.update(task, completed=done, total=steps, description=f"{title} {numbers}")
+
+        yield show

@@ -1,10 +1,12 @@
-"""One run: everything that is carried from step to step, saved and restored."""
+"""One run: the loop, and everything that it carries from step to step, saved and restored."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,39 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip.blocks import ActNorm, Residual, Roulette
-from bilip.blocks.actnorm import shared_statistics
+from bilip.auditing.probes.blame import kind_of
+from bilip.blocks import ActNorm, Bijection, Residual, Roulette
+from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.nets.replay import batch_norms, draws_numbers, frozen_statistics
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, restore_certificate
 from bilip.reversible import Reversible
 from bilip.training.average import Average
 from bilip.training.log import Log
-from bilip.training.machines import own_rows
 from bilip.training.settings import Settings
-from bilip.training.state import load_weights, read_state, require_kind, restore_optimizer, save_state, split_optimizer
-from bilip.training.step import CapturedStep, Step
-from bilip.training.task import Draw, Objective, Task
-from bilip.training.writer import Writer
+from bilip.training.state import (
+    Writer,
+    load_weights,
+    read_state,
+    require_facts,
+    require_kind,
+    restore_optimizer,
+    save_state,
+    split_optimizer,
+)
+from bilip.training.step import CapturedStep, Settled, Step
+from bilip.training.task import Draw, Handed, Objective, Task
 
 __all__ = ["Run", "Trained"]
-
-FACTS: dict[str, Any] = {
-    "step": int,
-    "settings": dict,
-    "trainable": list,
-    "optimizer": list,
-    "scaler": dict,
-    "best_step": int,
-    "best_loss": (int, float),
-    "guards": dict,
-    "penalties": list,
-    "log": dict,
-    "sums": list,
-    "summed": int,
-}
-INSIDE = {"trainable": str, "optimizer": dict, "guards": dict, "penalties": dict, "log": int, "sums": str}
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,9 @@ class Trained:
     main: bool
 
 
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+
 class Run:
     """A run at some step, begun anew or from what its folder holds.
 
@@ -81,7 +78,7 @@ class Run:
         self.main: bool = fabric.is_global_zero
         self.done, self.best_step, self.best_loss = 0, 0, math.inf
         self.sums: dict[str, Tensor] = {}  # of the losses since the last logged row
-        self.summed, self.skipped_in_a_row, self.between_steps = 0, 0, True
+        self.summed, self.skipped_in_a_row, self._between_steps = 0, 0, True
         self.writer = Writer()
         self._open()
         tensors, facts = read_state(self.last) if self.last.exists() else ({}, {})
@@ -125,6 +122,41 @@ class Run:
         """Whether every loss is looked at: elsewhere that would hold up the device, or the other processes."""
         return self.fabric.device.type == "cpu" and self.fabric.world_size == 1
 
+    # ---- the loop
+
+    def go(self, progress: Progress, check: Callable[..., object]) -> None:
+        """Train until the last step, or until `check`, called after each step with the time where it is known, raises."""
+        settings, latest = self.settings, {}
+        if not self.done and settings.evaluates(0):
+            latest |= self._evaluated()
+        while self.done < settings.steps:
+            step, self._between_steps = self.done, False
+            self.begin(step)
+            self._taken(self.step.advance(step, self.batch(step)))
+            self.done = step + 1
+            logs, saves = (settings.due(every, self.done) for every in (settings.log_every, settings.save_every))
+            if logs or saves or settings.evaluates(self.done) or self.done == settings.steps:
+                self._taken(self.step.settle())
+            if logs or (self.exact and self.summed and not math.isfinite(float(self.sums["loss"]))):
+                latest |= self._logged()
+            if settings.evaluates(self.done):
+                latest |= self._evaluated()
+            if saves and not self.save() and self.done == settings.steps:
+                raise TrainingDiverged(
+                    f"training diverged: the last step left weights that are not finite; {self.left}.", self.done
+                )
+            self._between_steps = True
+            progress(self.done, settings.steps, latest)
+            check(*self._shared_clock())
+        self.writer.wait()
+        self.fabric.barrier()
+
+    def stop(self) -> None:
+        """Save, after an interruption between two steps; one inside a step leaves the state before it."""
+        if self._between_steps:
+            self._taken(self.step.settle())
+            self.save()
+
     def begin(self, step: int) -> None:
         """Learning rate and seeds of a step."""
         self.set_rate(self.settings.rate(step))
@@ -153,6 +185,87 @@ class Run:
                 f"Task.batch returned tensors of shapes {shapes}: expected the same number of rows, 1 or more."
             )
         return tuple(self.fabric.to_device(own_rows(tensor, self.fabric)) for tensor in whole)
+
+    def _taken(self, settled: Sequence[Settled]) -> None:
+        """Add up the losses of steps that are done for good."""
+        for one in settled:
+            if self.settings.skip is not None:
+                self._judged(one)
+            for name, value in one.found.items():
+                self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+            self.summed += 1
+
+    def _judged(self, settled: Settled) -> None:
+        """Count steps that were skipped; end where the loss is not finite, or too many were skipped one after the other."""
+        found, batch = settled.found, settled.batch
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if bool(found["skipped"]) else 0
+        if not self.skipped_in_a_row:
+            return
+        loss, step, model = float(found["loss"]), settled.step + 1, self.task.model
+        if not math.isfinite(loss) and self.fabric.world_size == 1:
+            raise TrainingDiverged(
+                f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {self.left}.",
+                step,
+            )
+        if self.settings.skip is not None and self.skipped_in_a_row > self.settings.skip:
+            broken = [
+                name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+            ]
+            where = (
+                f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
+            )
+            raise TrainingDiverged(
+                f"training diverged: {self.skipped_in_a_row} gradients in a row were not finite, the last one in step {step}, {where}; "
+                f"{self.left}.",
+                step,
+            )
+
+    def _shared_clock(self) -> tuple[float, ...]:
+        """The time by which all processes judge the deadline: that of the first, asked for now and then."""
+        if self.fabric.world_size == 1:
+            return (time.time(),)
+        return (self.fabric.broadcast(time.time()),) if self.done % self.settings.log_every == 0 else ()
+
+    def _logged(self) -> dict[str, float]:
+        """Log the mean losses since the last row."""
+        since = self.summed
+        means = {name: self.fabric.all_reduce(value / since, reduce_op="mean") for name, value in self.sums.items()}
+        self.sums, self.summed = {}, 0
+        values = {name: float(value) for name, value in means.items()}
+        if not math.isfinite(values["loss"]):
+            when = f"in step {self.done}" if self.exact else f"in step {self.done} or up to {since - 1} before"
+            raise TrainingDiverged(
+                f"training diverged: the loss was {values['loss']} {when}; {self.left}. Lower the learning rate, clip gradients, or "
+                "add a penalty.",
+                self.done,
+            )
+        self.log.write("train", self.done, {**values, "lr": self.settings.rate(self.done - 1)})
+        return values
+
+    def _evaluated(self) -> dict[str, float]:
+        """Log what the task measures, and keep the weights with the smallest test loss."""
+        if self.task.evaluate is None or not self.main:
+            return {}
+        model = self.task.model
+        modes = {part: part.training for part in model.modules()}
+        try:
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(),
+                self.average.in_place() if self.average else contextlib.nullcontext(),
+            ):
+                torch.manual_seed(seed_of(self.settings.seed, self.done, "evaluation"))
+                found = _numbers(self.task.evaluate(model.eval(), self.done))
+                if found.get("test_loss", math.inf) < self.best_loss:
+                    self.best_step, self.best_loss = self.done, found["test_loss"]
+                    save_state(self.folder / "best.safetensors", self.weights(), {"step": self.done})
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+        self.log.write("evaluation", self.done, found)
+        return found
+
+    # ---- the state
 
     def save(self) -> bool:
         """Begin to write the state as it is now; False if the weights are not finite: the state before them is worth more."""
@@ -262,24 +375,7 @@ class Run:
         return not roulette and not any(map(draws_numbers, replayed))
 
     def _require_same(self, facts: dict[str, Any]) -> None:
-        missing = set(FACTS) - set(facts)
-        if missing:
-            raise CheckpointError(
-                f"{self.last} is not the state of a run ({min(missing)!r} is missing; best.safetensors holds weights alone). Delete "
-                "it to begin anew."
-            )
-        for name, kind in FACTS.items():
-            parts = facts[name].values() if isinstance(facts[name], dict) else facts[name]
-            good = isinstance(facts[name], kind) and type(facts[name]) is not bool
-            good = good and (kind is not int or 0 <= facts[name] < 2**63)
-            if not good or (name in INSIDE and not all(type(part) is INSIDE[name] for part in parts)):
-                raise CheckpointError(
-                    f"{self.last} is not the state of a run ({name!r} is {facts[name]!r:.40}). Delete it to begin anew."
-                )
-        if bool(facts["sums"]) != bool(facts["summed"]) or any(size < 0 for size in facts["log"].values()):
-            raise CheckpointError(
-                f"{self.last} is not the state of a run (losses of no steps, or logs of less than nothing). Delete it to begin anew."
-            )
+        require_facts(facts, self.last)
         difference = self.settings.difference(facts["settings"])
         kinds = [state.get("kind") for state in facts["penalties"]], [type(p).__name__ for p in self.task.penalties]
         if not difference and kinds[0] != kinds[1]:
@@ -330,12 +426,36 @@ class Run:
             return
         torch.manual_seed(seed_of(self.settings.seed, 0, "start"))
         states = [penalty.state() for penalty in self.task.penalties]
-        objective.batch = self.batch(0)
+        batch = Handed(self.batch(0))
         norms = [part for part in batch_norms(objective) if not isinstance(part, ActNorm)]
         with frozen_statistics(norms), shared_statistics(lambda value: self.fabric.all_reduce(value, reduce_op="sum")):
-            objective(0)
+            objective(0, batch)
         for penalty, state in zip(self.task.penalties, states, strict=True):
             penalty.load_state(state)
+
+
+@torch.no_grad()
+def first_non_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
+    """In words, the first block of a flow, or of a model with a trunk, that leaves numbers that are not finite."""
+    bijection = getattr(model, "bijection", getattr(model, "trunk", model))
+    if not isinstance(bijection, Bijection):
+        return f"the model, a {type(model).__name__}, has no blocks to look into"
+    state = x
+    for name, part in bijection.parts():
+        state, log_det = part.forward_and_log_det(state)
+        for what, values in (("output", state), ("log-determinant", log_det)):
+            if not bool(values.isfinite().all()):
+                return f"the first {what} that is not finite is that of block {name} ({kind_of(part)})"
+    return "every block is finite: the sum over dimensions is not"
+
+
+def _numbers(found: object) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"Task.evaluate returned {found!r:.60}: expected numbers by name, as in {{'test_loss': 3.5}}."
+        ) from error
 
 
 def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> torch.optim.Optimizer:
@@ -362,3 +482,13 @@ def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> 
         fused=settings.precision != "16-mixed",  # fused, it would unscale by itself, and could not be clipped
         capturable=captured,
     )
+
+
+def own_rows(batch: Tensor, fabric: Any) -> Tensor:
+    """This process's share of a batch: every n-th row."""
+    if len(batch) % fabric.world_size:
+        raise InputError(
+            f"a batch of {len(batch)} rows cannot be shared equally by {fabric.world_size} processes: the mean of their losses would not "
+            "be that of the batch. Choose another batch size."
+        )
+    return batch[fabric.global_rank :: fabric.world_size]

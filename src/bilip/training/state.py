@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -19,16 +20,40 @@ from torch import Tensor, nn
 
 from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.record import write_aside
-from bilip.record.checksum import UNSEALED, is_whole, seal
-from bilip.record.files import read_file
+from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import read_header
 from bilip.record.plain import parse_json
 
-__all__ = ["load_weights", "read_state", "restore_optimizer", "save_state", "split_optimizer"]
+__all__ = [
+    "Writer",
+    "load_weights",
+    "read_state",
+    "require_facts",
+    "require_kind",
+    "restore_optimizer",
+    "save_state",
+    "split_optimizer",
+]
 
 FORMAT = "bilip-training"
 VERSION = 2  # 1 had no checksum
 MOST = 2**38
+# What a state holds of a run beside tensors: the kind of each fact, and of what is inside it.
+FACTS: dict[str, Any] = {
+    "step": int,
+    "settings": dict,
+    "trainable": list,
+    "optimizer": list,
+    "scaler": dict,
+    "best_step": int,
+    "best_loss": (int, float),
+    "guards": dict,
+    "penalties": list,
+    "log": dict,
+    "sums": list,
+    "summed": int,
+}
+INSIDE = {"trainable": str, "optimizer": dict, "guards": dict, "penalties": dict, "log": int, "sums": str}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -106,6 +131,28 @@ def _left_of(source: Path) -> str:
                 continue
             return f"The last good state is {other}, after {step} steps: {advice.format(source.name)}."
     return "Copy it again, or delete it to begin anew."
+
+
+def require_facts(facts: Mapping[str, Any], path: Path) -> None:
+    """Raise a `CheckpointError` unless a state holds every fact of a run, each of its kind."""
+    missing = set(FACTS) - set(facts)
+    if missing:
+        raise CheckpointError(
+            f"{path} is not the state of a run ({min(missing)!r} is missing; best.safetensors holds weights alone). Delete "
+            "it to begin anew."
+        )
+    for name, kind in FACTS.items():
+        parts = facts[name].values() if isinstance(facts[name], dict) else facts[name]
+        good = isinstance(facts[name], kind) and type(facts[name]) is not bool
+        good = good and (kind is not int or 0 <= facts[name] < 2**63)
+        if not good or (name in INSIDE and not all(type(part) is INSIDE[name] for part in parts)):
+            raise CheckpointError(
+                f"{path} is not the state of a run ({name!r} is {facts[name]!r:.40}). Delete it to begin anew."
+            )
+    if bool(facts["sums"]) != bool(facts["summed"]) or any(size < 0 for size in facts["log"].values()):
+        raise CheckpointError(
+            f"{path} is not the state of a run (losses of no steps, or logs of less than nothing). Delete it to begin anew."
+        )
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str | Path = "the state") -> None:
@@ -209,3 +256,40 @@ def _safetensors():
     except ImportError as error:
         raise MissingExtra("saving and loading needs safetensors: pip install 'bilip[train]'.") from error
     return safetensors.torch
+
+
+class Writer:
+    """Does one piece of work at a time on a thread of its own, and hands its error to whoever waits for it.
+
+    Example:
+        >>> done = []
+        >>> writer = Writer()
+        >>> writer.begin(lambda: done.append("first"))
+        >>> writer.begin(lambda: done.append("second"))  # waits for the first
+        >>> writer.wait()
+        >>> done
+        ['first', 'second']
+        >>> writer.close()
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "bilip-writer")
+        self._under_way: Future[object] | None = None
+
+    def begin(self, work: Callable[[], object]) -> None:
+        """Begin a piece of work when the one before is done; raises what that one raised."""
+        self.wait()
+        self._under_way = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Until nothing is under way; raises what it raised."""
+        last, self._under_way = self._under_way, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()

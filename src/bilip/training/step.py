@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bilip._capture import Flag, noting
+from bilip._torch import Flag, noting
 from bilip.blocks import Residual, Roulette
 from bilip.blocks.log_det import one_draw
 from bilip.errors import InputError
@@ -19,7 +19,7 @@ from bilip.reversible import Reversible
 from bilip.reversible.guard import Watch
 from bilip.training.average import Average
 from bilip.training.settings import Settings
-from bilip.training.task import Objective, Task
+from bilip.training.task import Handed, Task
 
 __all__ = ["CapturedStep", "Settled", "Step"]
 
@@ -59,7 +59,6 @@ class Step:
         self, fabric, objective: nn.Module, optimizer, settings: Settings, average: Average | None = None
     ) -> None:
         self.fabric, self.objective, self.optimizer = fabric, objective, optimizer
-        self.inner: Objective = next(part for part in objective.modules() if isinstance(part, Objective))
         self.settings, self.average = settings, average
         parts = [part.estimator for part in objective.modules() if isinstance(part, Residual)]
         self.shared = list(dict.fromkeys(part for part in parts if isinstance(part, Roulette) and part.shared))
@@ -105,8 +104,7 @@ class Step:
         for k, part in enumerate(parts):
             share = len(part[0]) / count
             with self.fabric.no_backward_sync(self.objective, enabled=k < len(parts) - 1):
-                self.inner.batch = part
-                found = self.objective(step)
+                found = self.objective(step, Handed(part))
                 self.fabric.backward(found["loss"] * share if len(parts) > 1 else found["loss"])
             for name, value in found.items():
                 total[name] = total.get(name, 0) + value.detach() * share

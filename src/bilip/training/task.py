@@ -13,7 +13,7 @@ from bilip.data import seed_of
 from bilip.errors import InputError
 from bilip.regularizers import Penalty
 
-__all__ = ["Draw", "Objective", "Task"]
+__all__ = ["Draw", "Handed", "Objective", "Task"]
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,15 @@ class Task:
         return tuple(step % penalty.every == 0 for penalty in self.penalties)
 
 
+class Handed:
+    """A batch as one argument that is handed on as it is: mixed precision would round tensors, targets included."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+
 class Objective(nn.Module):
-    """The loss as a module, so that processes and precisions see one call in each step whatever happens inside.
-
-    The batch is an attribute, not an argument: mixed precision would round arguments, targets included.
-    """
-
-    batch: tuple[Tensor, ...]
+    """The loss as a module, so that processes and precisions see one call in each step whatever happens inside."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -97,8 +99,8 @@ class Objective(nn.Module):
                 "Task.loss has parameters of its own, which would be neither trained nor saved. Make them a part of Task.model."
             )
 
-    def forward(self, step: int) -> dict[str, Tensor]:
-        returned = self._loss[0](self.model, step, *self.batch)
+    def forward(self, step: int, batch: Handed) -> dict[str, Tensor]:
+        returned = self._loss[0](self.model, step, *batch.tensors)
         if not isinstance(returned, Mapping):
             raise InputError(
                 f"Task.loss returned a {type(returned).__name__}: expected scalar tensors by name, as in {{'loss': loss}}."

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bilip.auditing.probes.linear_part import LinearPart
 from bilip.blocks import ActNorm, DiagonalScaling, InvertibleConv1x1
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
+from bilip.linalg.linearized import LinearPart
 
 
 def linear_blocks():

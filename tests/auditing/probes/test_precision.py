@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from bilip import Bijection, Chain
-from bilip.auditing.probes.precision import Precision, condition_numbers
-from bilip.auditing.probes.rungs import LADDER, RungModel
+from bilip.auditing.probes.precision import FORMATS, FormatModel, Precision, condition_numbers
 from bilip.auditing.subject import Subject
 from bilip.errors import BilipError, InputError
 from bilip.models import glow, real_nvp, residual_flow
 
 pytestmark = pytest.mark.numeric
 
-EPS = {rung.name: rung.eps for rung in LADDER}
-CPU_RUNGS = ["float64", "float32", "bfloat16", "float16"]
+EPS = {fmt.name: fmt.eps for fmt in FORMATS}
+CPU_FORMATS = ["float64", "float32", "bfloat16", "float16"]
 
 
 def scaled(model, factor):
@@ -79,7 +78,7 @@ def test_more_bits_cure_an_affine_flow_that_float32_cannot_invert():
     model, x = scaled(real_nvp(8, blocks=16), 2.1), torch.rand(64, 8)
     m = Precision().measure(model, x)
     found = rows(m)
-    assert list(found) == CPU_RUNGS
+    assert list(found) == CPU_FORMATS
     assert m["own"] == "float32"
     assert m["cure"] == "float64"
     assert found["float32"]["error_max"] == math.inf
@@ -119,16 +118,16 @@ def test_a_linear_map_gives_the_numbers_it_has():
 
 
 def test_delta_is_the_error_of_the_arithmetic_alone():
-    """A float64 model on the float32 rung: the rounding of its parameters is no part of delta."""
+    """A float64 model in float32: the rounding of its parameters is no part of delta."""
     x = torch.randn(16, 3, dtype=torch.float64)
     own = Linear(1.0, 1.0, 0.5)
     m = Precision(samples=16).measure(own, x)
     assert m["own"] == "float64"
     assert m["cure"] == "float64"
     half = rows(m)["bfloat16"]
-    twin = RungModel(Subject.of(own), LADDER[3])
+    model = FormatModel(Subject.of(own), FORMATS[3])
     rounded = own.matrix.detach().to(torch.bfloat16).double()
-    assert twin.reference.bijection.matrix.equal(rounded)
+    assert model.reference.bijection.matrix.equal(rounded)
     # outputs are rounded once, to bfloat16: half a unit in the last place of each entry
     assert half["delta"] <= EPS["bfloat16"] / 2 * float((x @ rounded).norm(dim=1).max()) * 1.01
 
@@ -146,13 +145,13 @@ def test_emulated_activations_are_numbers_of_the_half_type_between_blocks():
             return z * 3
 
     model = Chain(Watch(), Watch(), shape=(2,))
-    for rung in LADDER[3:]:
+    for fmt in FORMATS[3:]:
         seen.clear()
-        half = RungModel(Subject.of(model), rung)
+        half = FormatModel(Subject.of(model), fmt)
         z = half.forward(torch.rand(4, 2)).value
         half.inverse(z)
         assert len(seen) == 4
-        assert all(v.dtype == torch.float32 and v.equal(v.to(rung.dtype).float()) for v in (*seen, z))
+        assert all(v.dtype == torch.float32 and v.equal(v.to(fmt.dtype).float()) for v in (*seen, z))
 
 
 def test_float16_overflows_and_bfloat16_does_not():
@@ -207,7 +206,7 @@ def test_a_rung_that_the_model_refuses_is_left_out_with_a_note():
 )
 def test_other_models_have_all_rungs_too(model, x):
     m = Precision(samples=4).measure(model, x)
-    assert [row["rung"] for row in m.rows] == CPU_RUNGS
+    assert [row["rung"] for row in m.rows] == CPU_FORMATS
     assert m["cure"] == "float32"
     assert all(row["holds"] for row in m.rows[1:])
     assert sum("emulated" in note for note in m.notes) == 2
@@ -223,9 +222,9 @@ def test_condition_numbers_are_those_of_the_jacobian():
     subject = Subject.of(scaled(real_nvp(4, blocks=4, hidden=(16,)), 1.5))
     x = torch.randn(3, 4)
     found = condition_numbers(subject, x)
-    twin = subject.twin(torch.float64).bijection
+    double = subject.copy_in(torch.float64).bijection
     for k in range(3):
-        jacobian = torch.autograd.functional.jacobian(lambda v: twin(v[None])[0], x[k].double())
+        jacobian = torch.autograd.functional.jacobian(lambda v: double(v[None])[0], x[k].double())
         assert float(found[k]) == pytest.approx(float(torch.linalg.cond(jacobian)), rel=1e-6)
 
 

@@ -7,10 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip import blocks, models
 from bilip.auditing.probes import Subject, extremes
-from bilip.auditing.probes.linear import Linearized
-from bilip.auditing.probes.linear_part import LinearPart
-from bilip.auditing.probes.structured import Room
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
+from bilip.linalg.linearized import LinearPart
+from bilip.linalg.structured import Room
 from bilip.nets import MLP, ConvNet
 
 pytestmark = pytest.mark.numeric
@@ -169,7 +168,7 @@ def glow(blocks_):
 
 def test_a_product_costs_few_operator_calls():
     model = glow(3)
-    at = Linearized(Subject.of(model), torch.randn(2, 3, 8, 8))
+    at = Subject.of(model).linearized(torch.randn(2, 3, 8, 8))
     v = torch.randn(2, at.size, dtype=torch.float64)
     for product in (at.apply, at.adjoint, at.solve, at.solve_adjoint):
         product(v)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.region import Region
 from bilip.auditing.probes.route import Judgement, Route
 from bilip.auditing.round_trip import norms
 from bilip.errors import NotMeasured, said_by
+from bilip.linalg.lanczos import largest_singular_value
 
 __all__ = ["METHODS", "Hunt", "Method"]
 
@@ -193,10 +192,10 @@ def _contracted(hunt: Hunt, rows: Tensor) -> Tensor:
     context = None if context is None else context[rows]
     points = hunt.points[rows]
     if route.latent:
-        at = Linearized(route.subject, route.subject.inverse(points, context).value, context)
+        at = route.subject.linearized(route.subject.inverse(points, context).value, context)
         apply, adjoint = at.apply, at.adjoint
     else:
-        at = Linearized(route.subject, points, context)
+        at = route.subject.linearized(points, context)
         apply, adjoint = at.solve, at.solve_adjoint
     start = torch.randn(at.count, at.size, generator=hunt.generator, dtype=torch.float64).to(points.device)
     found = apply(largest_singular_value(apply, adjoint, start, steps=_LANCZOS_STEPS).right)

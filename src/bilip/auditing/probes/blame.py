@@ -1,30 +1,32 @@
-"""Which block breaks the inverse, and how."""
+"""Which block breaks the inverse, and how; of a composite of another library, which part inside."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Transform
 
 from bilip import _linalg
 from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import run_guarded
-from bilip.auditing.probes.inside import inner_parts
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, run_guarded
 from bilip.blocks import Bijection
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
+from bilip.linalg.lanczos import largest_singular_value
+from bilip.linalg.linearized import LinearPart
 from bilip.record import Measurement, Quantity
 
-__all__ = ["Blame"]
+__all__ = ["Blame", "InnerPart", "inner_parts"]
 
 _DENSE = 64
 _STEPS = 12
@@ -192,14 +194,14 @@ class Blame(Probe):
         if not self.spectra:
             return found
         try:
-            twin = subject.twin(torch.float64)
+            double = subject.copy_in(torch.float64)
         except NotMeasured as why:
             notes.append(str(why))
             return found
         x = x[: self.spectra].double()
         given = None if context is None else context[: self.spectra]
         given = given.double() if given is not None and given.is_floating_point() else given
-        for k, (name, part) in enumerate(twin.parts):
+        for k, (name, part) in enumerate(double.parts):
             try:
                 linear = LinearPart(part, x, given, name)
                 x = linear.z
@@ -364,3 +366,184 @@ def _largest(values: Tensor) -> float:
 
 def _or(value: float, other: float) -> float:
     return other if math.isnan(value) else value
+
+
+@dataclass(frozen=True)
+class InnerPart:
+    """One part of a composite, seen on the way there and back.
+
+    Attributes:
+        name: Its path inside the composite.
+        kind: Its class.
+        stored: What it was given on the way there, flat, `(batch, entries)`.
+        carried: What it gave back on the way back, likewise.
+        after: What it gave on the way there.
+        arrived: What reached it on the way back.
+    """
+
+    name: str
+    kind: str
+    stored: Tensor
+    carried: Tensor
+    after: Tensor
+    arrived: Tensor
+
+    @property
+    def gain(self) -> Tensor:
+        """How much the error grew from its output to its input, for each sample."""
+        return norms(self.carried - self.stored) / norms(self.arrived - self.after)
+
+
+@dataclass
+class _Calls:
+    """Inputs and outputs of each call of a part, in order, and its class."""
+
+    kind: str = ""
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def inner_parts(module: nn.Module, there: Callable[[], Any], back: Callable[[Any], Any], batch: int) -> list[InnerPart]:
+    """The innermost parts of a module that are called both on the way there and on the way back, in the order of the way there.
+
+    Parts are told by having two directions: a method `inverse` beside `forward`, or an argument `rev`; or they are the innermost ones of a
+    `torch.distributions` transform that the module holds, or that it builds when it is called, as modules of zuko and Pyro do. Their
+    calls are watched, in both directions; nothing else about the module is changed, and the watching is undone.
+
+    Args:
+        module: The composite.
+        there: Runs it from data to latents.
+        back: Runs it back from what `there` returned.
+        batch: Number of samples.
+
+    Example:
+        >>> class Twice(nn.Module):
+        ...     def forward(self, x):
+        ...         return 2 * x
+        ...     def inverse(self, z):
+        ...         return z / 2
+        >>> class Both(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.second = Twice(), Twice()
+        >>> both, x = Both(), torch.ones(3, 2)
+        >>> found = inner_parts(both, lambda: both.second(both.first(x)), lambda z: both.first.inverse(both.second.inverse(z)), 3)
+        >>> [(part.name, part.kind) for part in found]
+        [('first', 'Twice'), ('second', 'Twice')]
+    """
+    with _Recorder(module, batch) as first:
+        z = there()
+    with _Recorder(module, batch) as second:
+        back(z)
+    found = []
+    for name in first:
+        ways = zip(first[name].seen, reversed(second.get(name, _Calls()).seen), strict=False)
+        for (before, after), (arrived, carried) in ways:
+            if before.shape == carried.shape and after.shape == arrived.shape:
+                found.append(InnerPart(name, first[name].kind, before, carried, after, arrived))
+    return found
+
+
+def _two_way(part: nn.Module) -> bool:
+    if type(part).__module__.startswith("torch."):
+        return False
+    if callable(getattr(part, "inverse", None)):
+        return True
+    try:
+        return "rev" in inspect.signature(part.forward).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _transforms(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Transform]]:
+    """The innermost transforms that a transform or a list is made of, with their paths."""
+    if isinstance(value, Transform) and id(value) not in seen:
+        seen.add(id(value))
+        # the attribute _inv of a transform is its inverse, which holds the transform; that of the inverse is what it inverts
+        held = {k: v for k, v in vars(value).items() if k != "_inv" or type(value).__name__ == "_InverseTransform"}
+        held |= getattr(value, "_modules", {})
+        inner = [found for name, part in held.items() for found in _transforms(part, f"{path}.{name}", seen)]
+        yield from inner or [(path.strip("."), value)]
+    elif isinstance(value, (list, tuple, nn.ModuleList)):
+        for k, part in enumerate(value):
+            yield from _transforms(part, f"{path}.{k}", seen)
+
+
+class _Recorder:
+    """Keeps the input and output of every call of a module's parts, in `calls`, by the name of the part in the order of the first calls.
+
+    While it is entered, methods of the parts are replaced on the instances; leaving it takes the replacements away.
+
+    Args:
+        module: The composite.
+        batch: Number of samples.
+    """
+
+    def __init__(self, module: nn.Module, batch: int) -> None:
+        self.module, self.batch = module, batch
+        self.calls: dict[str, _Calls] = {}
+        self._replaced: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> dict[str, _Calls]:
+        parts = {name: part for name, part in self.module.named_modules() if name and _two_way(part)}
+        innermost = {name: part for name, part in parts.items() if not any(n.startswith(f"{name}.") for n in parts)}
+        try:
+            for name, part in innermost.items():
+                for method in ("forward", "inverse"):
+                    self._replace(part, method, lambda f, name=name, part=part: self._recording(f, name, part))
+            self._record_transforms(vars(self.module).get("held"))
+            for method in ("forward", "condition"):
+                self._replace(self.module, method, self._building)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        for part, method in reversed(self._replaced):
+            delattr(part, method)
+        self._replaced.clear()
+
+    def _replace(self, part: Any, method: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(part, method, None)
+        if callable(original) and method not in vars(part):
+            setattr(part, method, by(original))
+            self._replaced.append((part, method))
+
+    def _recording(self, original: Callable[..., Any], name: str, part: Any) -> Callable[..., Any]:
+        """The same function, which keeps what it is given first and what it gives."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = _flat(args[:1], self.batch)
+            result = original(*args, **options)
+            got = _flat(result[0] if isinstance(result, tuple) and result else result, self.batch)
+            if given is not None and got is not None:
+                self.calls.setdefault(name, _Calls(type(part).__name__)).seen.append((given, got))
+            return result
+
+        return call
+
+    def _building(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; the parts of a transform that it builds are recorded too."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if isinstance(result, Transform):
+                self._record_transforms(result)
+            return result
+
+        return call
+
+    def _record_transforms(self, value: Any) -> None:
+        for name, part in _transforms(value, "", set()):
+            for method in ("_call", "_inverse"):
+                self._replace(part, method, lambda f, name=name, part=part: self._recording(f, name, part))
+
+
+def _flat(value: Any, batch: int) -> Tensor | None:
+    """All tensors of a value side by side, `(batch, entries)`, float64; `None` if there is none with so many rows."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(batch, -1).double() if value.ndim and len(value) == batch else None
+    if isinstance(value, (list, tuple)):
+        found = [f for f in (_flat(v, batch) for v in value) if f is not None]
+        return torch.cat(found, 1) if found else None
+    return None

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import run_guarded
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import BilipError, NotMeasured
 from bilip.record import Measurement, Quantity
@@ -94,29 +93,29 @@ class Consistency(Probe):
         notes = []
         tolerance = math.sqrt(subject.eps) if self.tolerance is None else self.tolerance
         try:
-            twin = subject.twin(torch.float64)
-            with twin.evaluating():
-                x, context = _first(source, 2, twin)
-                if bool(twin.inverse(twin.forward(x, context).value, context).failed.all()):
+            model = subject.copy_in(torch.float64)
+            with model.evaluating():
+                x, context = _first(source, 2, model)
+                if bool(model.inverse(model.forward(x, context).value, context).failed.all()):
                     raise NotMeasured("the copy in float64 has no working inverse")
         except Exception as why:  # no float64 copy, or one that does not run
-            twin, tolerance = subject, max(tolerance, 1e-2)
+            model, tolerance = subject, max(tolerance, 1e-2)
             notes.append(
                 f"compared in {subject.dtype}: {why}"
                 if isinstance(why, NotMeasured)
                 else "compared in the model's dtype"
             )
-        x, context = _first(source, self.samples, twin)
+        x, context = _first(source, self.samples, model)
         half, times = max(1, len(x) // 2), max(2, self.company // len(x))
-        z = twin.forward(x, context).value
-        repeat = _apart(z, twin.forward(x, context).value)
+        z = model.forward(x, context).value
+        repeat = _apart(z, model.forward(x, context).value)
         batch = 0.0
         for count in (1, half):
-            batch = max(batch, _apart(z[:count], twin.forward(x[:count], _rows(context, count)).value))
-        many = twin.forward(torch.cat([x] * times), None if context is None else torch.cat([context] * times)).value
+            batch = max(batch, _apart(z[:count], model.forward(x[:count], _rows(context, count)).value))
+        many = model.forward(torch.cat([x] * times), None if context is None else torch.cat([context] * times)).value
         batch = max(batch, _apart(z, many[: len(x)]))
-        straight, around = self._inverses(twin, x, context)
-        spread = self._log_det_spread(twin, x, context)
+        straight, around = self._inverses(model, x, context)
+        spread = self._log_det_spread(model, x, context)
         values = {
             "samples": len(x),
             "repeat_difference": repeat,
@@ -137,23 +136,23 @@ class Consistency(Probe):
         values["cache_hides"] = bool(values["cached"]) and not around <= wrong
         return Measurement(self.name, source.name, values=values, notes=tuple(notes))
 
-    def _log_det_spread(self, twin: Subject, x: Tensor, context: Tensor | None) -> float:
+    def _log_det_spread(self, model: Subject, x: Tensor, context: Tensor | None) -> float:
         """Largest difference, per dimension, between two answers for the log-determinant; an estimate has one."""
         try:
-            first, second = (twin.forward_and_log_det(x, context).values[1] for _ in range(2))
+            first, second = (model.forward_and_log_det(x, context).values[1] for _ in range(2))
         except (BilipError, IndexError):
             return math.nan
         found = ((first - second).abs() / x[0].numel()).double()
         return float(torch.where(torch.isfinite(found), found, torch.zeros_like(found)).max())
 
-    def _inverses(self, twin: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float]:
+    def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float]:
         """Largest error when the very latents are given back at once, and when others came in between and the order changed."""
-        z = twin.forward(x, context).value
-        straight = run_guarded(twin.bijection.inverse, z, context).value
+        z = model.forward(x, context).value
+        straight = run_guarded(model.bijection.inverse, z, context).value
         flipped = None if context is None else context.flip(0)
-        z = twin.forward(x, context).value
-        twin.forward(x.roll(1, 0), None if context is None else context.roll(1, 0))
-        around = twin.inverse(z.flip(0), flipped).value.flip(0)
+        z = model.forward(x, context).value
+        model.forward(x.roll(1, 0), None if context is None else context.roll(1, 0))
+        around = model.inverse(z.flip(0), flipped).value.flip(0)
         return _apart(x, straight), _apart(x, around)
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.digits import Digits
-from bilip.auditing.guarded import Outcome
 from bilip.auditing.looks import Looks, Watch, share_interval
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
-from bilip.auditing.subject import Subject, parameter_count
+from bilip.auditing.subject import Outcome, Subject, parameter_count
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured, said_by
 from bilip.record import Histogram, Measurement, Quantity

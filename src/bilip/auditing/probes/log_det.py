@@ -11,17 +11,15 @@ from torch import Tensor
 
 from bilip import _linalg
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome
-from bilip.auditing.probes.lanczos import largest_singular_value, mean_log_brackets
-from bilip.auditing.probes.linear import Linearized
-from bilip.auditing.probes.linear_part import LinearPart
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject
 from bilip.blocks import Bijection
-from bilip.blocks.on_kept import OnKept
+from bilip.blocks.factor_out import OnKept
 from bilip.data import Batch, Source
 from bilip.errors import BilipError, NotMeasured
+from bilip.linalg.lanczos import largest_singular_value, mean_log_brackets
+from bilip.linalg.linearized import LinearPart
 from bilip.record import Histogram, Measurement, Quantity
 
 __all__ = ["Estimate", "LogDet", "TooLarge", "log_det_of_jacobian"]
@@ -246,7 +244,7 @@ class LogDet(Probe):
             if bool(claims.failed.any()):
                 return []
             total = torch.zeros(2, count, dtype=torch.float64, device=x.device)
-            for part in Linearized(subject, x, context).parts:
+            for part in subject.linearized(x, context).parts:
                 if not part.part.rearranges:
                     total = total + torch.stack(_log_dets(part.jacobians()))
         except (BilipError, RuntimeError, ValueError, TypeError):
@@ -304,7 +302,7 @@ def _reference(subject: Subject, x: Tensor, context: Tensor | None, exact: int, 
     except TooLarge:
         pass
     size = x[0].numel()
-    at = Linearized(subject, x.expand(8, *x.shape[1:]).clone(), _repeat(context, 8))
+    at = subject.linearized(x.expand(8, *x.shape[1:]).clone(), _repeat(context, 8))
     start = torch.randn(8, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x.device)
     # Lanczos finds the smallest singular value from above: a quarter of it is taken for the end of the spectrum.
     smallest = 0.25 / largest_singular_value(at.solve, at.solve_adjoint, start[:1].expand(8, -1), steps=steps).value
@@ -348,7 +346,7 @@ def log_det_of_jacobian(
 
 def _of_jacobian(subject: Subject, x: Tensor, context: Tensor | None, largest: int | None) -> tuple[float, float]:
     """The log-determinant, and how far rounding may move it."""
-    at = Linearized(subject, x, context)
+    at = subject.linearized(x, context)
     eye: Tensor | None = None
     total = error = 0.0
     for part in at.parts:

@@ -1,25 +1,25 @@
-"""Would more bits cure it?"""
+"""Would more bits cure it? One model computed in each floating-point format, from float64 to float16."""
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
+from bilip.auditing.float32 import float32_products
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.probes.rungs import LADDER, Rung, RungModel
 from bilip.auditing.round_trip import Typical, distances, norms, typical
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
+from bilip.linalg.lanczos import largest_singular_value
 from bilip.record import Measurement, Quantity
 
-__all__ = ["Precision", "condition_numbers"]
+__all__ = ["FORMATS", "Precision", "Format", "FormatModel", "condition_numbers"]
 
 _DOUBLE = torch.finfo(torch.float64).eps
 Row = dict[str, float | int | str | bool | None]
@@ -33,14 +33,14 @@ class Precision(Probe):
 
     $$|x - \hat x| \le \mathrm{Lip}(F^{-1})\,|\delta| + |\delta_2|.$$
 
-    Here $F$ is the float64 model *with the parameters of the rung*, so that $\delta = F_\mathrm{rung}(x) - F(x)$ is the
-    error of the arithmetic alone, $\delta_2 = F^{-1}_\mathrm{rung}(z) - F^{-1}(z)$ at $z = F_\mathrm{rung}(x)$, and Lip
+    Here $F$ is the float64 model *with the parameters of the format*, so that $\delta = F_\mathrm{format}(x) - F(x)$ is the
+    error of the arithmetic alone, $\delta_2 = F^{-1}_\mathrm{format}(z) - F^{-1}(z)$ at $z = F_\mathrm{format}(x)$, and Lip
     is the gain measured along $\delta$, $|F^{-1}(z) - F^{-1}(F(x))| / |\delta|$. That makes the right-hand side sharp:
     `holds` can only fail where the reference does. Samples that float64 itself does not reconstruct to half of its
-    digits have no reference; they are left out of these numbers, and `reference` counts the others. The float64 rung has
+    digits have no reference; they are left out of these numbers, and `reference` counts the others. The float64 format has
     no reference above it.
 
-    `cure` is the first rung, from the model's own towards more bits, on which every sample comes back finite and with a
+    `cure` is the first format, from the model's own towards more bits, in which every sample comes back finite and with a
     relative error below the square root of the own dtype's epsilon. `predicted` is epsilon times the largest condition
     number of $J_F$ at a few samples, approached from below by Lanczos.
 
@@ -98,20 +98,20 @@ class Precision(Probe):
         condition = self._condition(subject, batch.x, batch.context, notes)
         sizes = typical(source)
         rows: list[Row] = []
-        for k, rung in enumerate(LADDER):
-            if rung.name == "tf32" and subject.device.type != "cuda":
+        for k, fmt in enumerate(FORMATS):
+            if fmt.name == "tf32" and subject.device.type != "cuda":
                 continue
             try:
-                row = self._row(subject, rung, batch.x, batch.context, sizes, notes)
+                row = self._row(subject, fmt, batch.x, batch.context, sizes, notes)
             except BilipError as why:  # NotMeasured, or a block that refuses this precision
-                notes.append(f"{rung.name} not measured: {why}")
+                notes.append(f"{fmt.name} not measured: {why}")
             else:
-                row["predicted"] = None if condition is None else rung.eps * condition
+                row["predicted"] = None if condition is None else fmt.eps * condition
                 rows.append(row)
-            self.progress((k + 1) / len(LADDER))
+            self.progress((k + 1) / len(FORMATS))
         if not rows:
             raise NotMeasured("; ".join(notes))
-        names = [rung.name for rung in LADDER]
+        names = [fmt.name for fmt in FORMATS]
         climb = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
         cure = next((str(r["rung"]) for r in climb if r["well"]), "none")
         well = [str(r["rung"]) for r in rows if r["well"]]
@@ -132,36 +132,36 @@ class Precision(Probe):
         return float(found.nan_to_num(math.inf).max())
 
     def _row(
-        self, subject: Subject, rung: Rung, x: Tensor, context: Tensor | None, sizes: Typical, notes: list[str]
+        self, subject: Subject, fmt: Format, x: Tensor, context: Tensor | None, sizes: Typical, notes: list[str]
     ) -> Row:
-        model = RungModel(subject, rung)
+        model = FormatModel(subject, fmt)
         found = _compare(model, x, context, sizes)
-        if rung.half and not model.emulated and bool(found.failed.all()):
-            notes.append(f"{rung.name}: the model does not run in it ({found.message[:200]})")
-            model = RungModel(subject, rung, emulate=True)
+        if fmt.half and not model.emulated and bool(found.failed.all()):
+            notes.append(f"{fmt.name}: the model does not run in it ({found.message[:200]})")
+            model = FormatModel(subject, fmt, emulate=True)
             found = _compare(model, x, context, sizes)
         if model.emulated:
             blocks = len(model.subject.parts)
             notes.append(
-                f"{rung.name} is emulated: parameters, inputs and the outputs of {blocks} "
+                f"{fmt.name} is emulated: parameters, inputs and the outputs of {blocks} "
                 f"block{'s' * (blocks != 1)} are rounded to it, blocks compute inside in float32"
             )
         if bool(found.failed.any()):
             raised = int(found.failed.sum())
-            notes.append(f"{rung.name}: the model raised for {raised} of {len(x)} samples ({found.message[:200]})")
-        limit = max(math.sqrt(rung.eps), subject.half_digits)
+            notes.append(f"{fmt.name}: the model raised for {raised} of {len(x)} samples ({found.message[:200]})")
+        limit = max(math.sqrt(fmt.eps), subject.half_digits)
         broken = ~torch.isfinite(found.relative)
         errors = torch.where(broken, torch.inf, found.relative)
         row: Row = {
-            "rung": rung.name,
-            "eps": rung.eps,
+            "rung": fmt.name,
+            "eps": fmt.eps,
             "error_median": float(errors.median()),
             "error_max": float(errors.max()),
             "share_non_finite": float(broken.double().mean()),
             "predicted": None,
             "well": bool(errors.max() <= limit),
         }
-        return row | (found.inequality() if rung.dtype != torch.float64 else dict.fromkeys(_TERMS))
+        return row | (found.inequality() if fmt.dtype != torch.float64 else dict.fromkeys(_TERMS))
 
 
 _TERMS = ("delta", "delta_2", "lip_inverse", "right_side", "left_side", "holds", "reference")
@@ -169,9 +169,9 @@ _TERMS = ("delta", "delta_2", "lip_inverse", "right_side", "left_side", "holds",
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A rung against its reference, sample by sample, float64."""
+    """A format against its reference, sample by sample, float64."""
 
-    relative: Tensor  # error of the rung's round trip
+    relative: Tensor  # error of the format's round trip
     left: Tensor  # |x - x_hat|
     delta: Tensor  # |F_rung(x) - F(x)|
     moved: Tensor  # |F^-1(z_rung) - F^-1(F(x))|, which is Lip |delta|
@@ -199,7 +199,7 @@ class _Comparison:
         }
 
 
-def _compare(model: RungModel, x: Tensor, context: Tensor | None, sizes: Typical) -> _Comparison:
+def _compare(model: FormatModel, x: Tensor, context: Tensor | None, sizes: Typical) -> _Comparison:
     x, context = model.enter(x), None if context is None else model.enter(context)
     forward = model.forward(x, context)
     z = forward.value
@@ -229,7 +229,7 @@ def _compare(model: RungModel, x: Tensor, context: Tensor | None, sizes: Typical
 def condition_numbers(
     subject: Subject, x: Tensor, context: Tensor | None = None, *, seed: int = 0, steps: int = 30
 ) -> Tensor:
-    r"""Condition numbers $\sigma_{\max} / \sigma_{\min}$ of $J_F$, one for each sample, from the float64 twin, by Lanczos: from below.
+    r"""Condition numbers $\sigma_{\max} / \sigma_{\min}$ of $J_F$, one for each sample, from the float64 copy, by Lanczos: from below.
 
     Raises:
         NotMeasured: The model cannot be linearised in float64.
@@ -240,8 +240,107 @@ def condition_numbers(
         >>> round(float(found), 6)
         8.0
     """
-    at = Linearized(subject, x, context)
+    at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     largest = largest_singular_value(at.apply, at.adjoint, start, steps=steps).value
     return largest * largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps).value
+
+
+@dataclass(frozen=True)
+class Format:
+    """One precision.
+
+    Attributes:
+        name: Name in records.
+        dtype: Dtype of parameters and activations.
+        eps: Machine epsilon of its arithmetic.
+    """
+
+    name: str
+    dtype: torch.dtype
+    eps: float
+
+    @property
+    def half(self) -> bool:
+        """Whether it has 16 bits."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+
+def _format(dtype: torch.dtype) -> Format:
+    return Format(str(dtype).removeprefix("torch."), dtype, torch.finfo(dtype).eps)
+
+
+FORMATS = (
+    _format(torch.float64),
+    _format(torch.float32),
+    Format("tf32", torch.float32, 2.0**-10),  # matrix products of float32 with 10 bits of fraction, on CUDA
+    _format(torch.bfloat16),
+    _format(torch.float16),
+)
+
+
+class FormatModel:
+    r"""A model in one format, and the float64 model with the same parameters: the exact map that the format computes inexactly.
+
+    16-bit arithmetic on a CPU is missing for some operations and faults on some processors. There it is emulated: parameters,
+    inputs and the output of every visible block are rounded to the 16-bit type, and blocks compute inside in float32. That is
+    kinder than real 16-bit arithmetic, which rounds inside blocks too.
+
+    Args:
+        subject: The model.
+        fmt: The format.
+        emulate: Emulate; by default for 16 bits on a CPU.
+
+    Attributes:
+        fmt: The format.
+        emulated: Whether it is emulated.
+        reference: The same parameters in float64.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> half = FormatModel(Subject.of(real_nvp(2)), FORMATS[3])
+        >>> half.emulated, half.enter(torch.tensor([[1.001, 2.0]])).tolist()
+        (True, [[1.0, 2.0]])
+    """
+
+    def __init__(self, subject: Subject, fmt: Format, *, emulate: bool | None = None) -> None:
+        self.fmt = fmt
+        self.emulated = fmt.half and (subject.device.type == "cpu" if emulate is None else emulate)
+        model = subject if fmt.dtype == subject.dtype else subject.copy_in(fmt.dtype)
+        self.reference = model.copy_in(torch.float64)
+        self.subject = model.copy_in(torch.float32) if self.emulated else model
+
+    def enter(self, x: Tensor) -> Tensor:
+        """A tensor rounded to the format, in the dtype that its model takes; integers, such as labels, stay."""
+        return x.to(self.fmt.dtype).to(self.subject.dtype) if x.is_floating_point() else x
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
+        """F(x) in this format."""
+        if not self.emulated:
+            with self._arithmetic():
+                return self.subject.forward(x, context)
+        return self._by_blocks(x, context, inverse=False)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Outcome:
+        """F^-1(z) in this format."""
+        if not self.emulated:
+            with self._arithmetic():
+                return self.subject.inverse(z, context)
+        return self._by_blocks(z, context, inverse=True)
+
+    @torch.no_grad()
+    def _by_blocks(self, x: Tensor, context: Tensor | None, *, inverse: bool) -> Outcome:
+        parts = [part for _, part in self.subject.parts]
+
+        def rounded_after_each(x: Tensor, context: Tensor | None) -> Tensor:
+            x = self.enter(x)
+            for part in reversed(parts) if inverse else parts:
+                x = self.enter(part.inverse(x, context) if inverse else part(x, context))
+            return x
+
+        return run_guarded(rounded_after_each, x.clone(), context)
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        """TF32 on for its own format; elsewhere it stays off."""
+        return float32_products("tf32" if self.fmt.name == "tf32" else "ieee")

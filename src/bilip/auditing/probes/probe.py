@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import ENDED
 from bilip.auditing.looks import Looks
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import ENDED, Subject
 from bilip.data import Batch, Source, as_source
 from bilip.errors import InputError, NotMeasured, said_by
 from bilip.record import Measurement, Quantity
@@ -132,8 +132,11 @@ class Probe(ABC):
         """Measure on a batch, a pair `(x, context)`, a file or a `Source`."""
         return self.find(model, x, name=name).measurement
 
-    def find(self, model: Any, x: Any, *, name: str = "x") -> Finding:
-        """The measurement, and the samples that failed."""
+    def find(self, model: Any, x: Any, *, name: str = "x", progress: Progress | None = None) -> Finding:
+        """The measurement, and the samples that failed. `progress` takes the place of the attribute meanwhile."""
+        if progress is not None:
+            with self._reporting_to(progress):
+                return self.find(model, x, name=name)
         subject = Subject.of(model)
         source = x if isinstance(x, Source) else as_source(name, x)
         with torch.inference_mode(False), subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
@@ -152,6 +155,18 @@ class Probe(ABC):
             found = replace(found, measurement=replace(found.measurement, quantities=tuple(self.quantities)))
         return found
 
+    @contextlib.contextmanager
+    def _reporting_to(self, progress: Progress) -> Iterator[None]:
+        before = vars(self).get("progress")
+        self.progress = progress
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.progress
+            else:
+                self.progress = before
+
     @abstractmethod
     def _measure(self, subject: Subject, source: Source) -> Measurement | Finding:
-        """The answer."""
+        """What was measured on the source; `NotMeasured` is raised with the reason where there is no answer."""

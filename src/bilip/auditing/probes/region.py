@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip.data.dequantize import grey_level
 from bilip.errors import InputError, NotMeasured
 
 __all__ = ["PAPER_RADIUS", "PAPER_STEP", "Region"]
@@ -67,7 +68,7 @@ class Region:
                 f"cells of {bits} bits are for data in [{origin:g}, {origin + 1:g}]; these reach from "
                 f"{float(x.min()):.4g} to {float(x.max()):.4g}. Pass radius=, or origin= if they are shifted"
             )
-        level = ((x.double() - origin) * 2**bits).floor().clamp(0, 2**bits - 1)
+        level = grey_level(x, bits, origin)
         low, end = (level / 2**bits + origin).to(x.dtype), ((level + 1) / 2**bits + origin).to(x.dtype)
         start = ((level + 0.5) / 2**bits + origin).to(x.dtype)
         text = f"dequantization cell of {bits} bits"

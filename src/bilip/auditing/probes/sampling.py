@@ -11,13 +11,12 @@ from torch import Tensor
 
 from bilip.adapters import Base
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome
 from bilip.auditing.looks import Looks, Watch
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference
 from bilip.auditing.round_trip import Typical, distances, typical
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject
 from bilip.data import Batch, Source
 from bilip.errors import BilipError, NotMeasured
 from bilip.record import Histogram, Measurement, Picture, Quantity

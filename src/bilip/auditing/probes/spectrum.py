@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.probes.jacobian import push_many
-from bilip.auditing.probes.lanczos import largest_singular_value
-from bilip.auditing.probes.linear import Linearized
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.subject import Subject
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured
+from bilip.linalg.jacobian import jvp_many
+from bilip.linalg.lanczos import largest_singular_value
 from bilip.record import Measurement, Quantity
 
 __all__ = ["Extremes", "SingularValues", "Spectrum", "extremes", "jacobian", "singular_values"]
@@ -88,18 +87,18 @@ def jacobian(model: object, x: Tensor, context: Tensor | None = None, *, dtype: 
 def _columns(subject: Subject, x: Tensor, context: Tensor | None, directions: Tensor) -> Tensor:
     """The Jacobian at one point times directions (rows), one column for each."""
     dtype = directions.dtype
-    twin = subject.twin(dtype)
+    converted = subject.copy_in(dtype)
     point = x.detach().to(dtype)
     given = context.to(dtype) if context is not None and context.is_floating_point() else context
 
     def function(y: Tensor) -> Tensor:
         rows = given if given is None or len(given) == len(y) else given.expand(len(y), *given.shape[1:])
-        z = twin.bijection(y.clone(), rows)
+        z = converted.bijection(y.clone(), rows)
         if z.dtype != dtype:
             raise NotMeasured(f"the model computes in {z.dtype} whatever it is given, so there is no {dtype} Jacobian")
         return z
 
-    return push_many(function, point, directions.reshape(-1, *point.shape[1:])).flatten(1).T
+    return jvp_many(function, point, directions.reshape(-1, *point.shape[1:])).flatten(1).T
 
 
 def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> SingularValues:
@@ -126,8 +125,8 @@ def singular_values(model: object, x: Tensor, context: Tensor | None = None) -> 
     least = (len(values) + 2 * len(subject.parts)) * EPS
     known = _apart(_columns(subject, x, context, turn), forward, turn) + least * float(values[0])
     try:
-        at = Linearized(subject, x, context)
-        shaken = Linearized(subject, x, context, noise=EPS, like=at)
+        at = subject.linearized(x, context)
+        shaken = subject.linearized(x, context, noise=EPS, like=at)
         known = max(known, _apart(shaken.apply(turn).T, forward, turn))
         inverse = at.solve(torch.eye(at.size, dtype=torch.float64, device=x.device)).T
         back = _svdvals(inverse)
@@ -168,11 +167,11 @@ def extremes(
         (3.0, 0.001)
     """
     subject = Subject.of(model)
-    at = Linearized(subject, x, context)
+    at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
     top = largest_singular_value(at.apply, at.adjoint, start, steps=steps, tolerance=tolerance)
-    shaken = Linearized(subject, x, context, noise=EPS, like=at)
+    shaken = subject.linearized(x, context, noise=EPS, like=at)
     top_error = top.residual + _rounding(at.apply, shaken.apply, top.right, start)
     try:
         bottom = largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps, tolerance=tolerance)

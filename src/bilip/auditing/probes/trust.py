@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.guarded import Outcome, run_guarded
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances, typical
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.data import Source
 from bilip.errors import InputError, NotMeasured
 from bilip.record import Measurement, Quantity
@@ -136,9 +135,9 @@ def _pair(outcome: Outcome) -> tuple[Tensor, Tensor]:
 
 def _conditions(subject: Subject, x: Tensor, context: Tensor | None) -> Tensor:
     """Condition numbers, infinite for samples whose forward pass is not finite in float64."""
-    twin = subject.twin(torch.float64)
+    double = subject.copy_in(torch.float64)
     wide = context.double() if context is not None and context.is_floating_point() else context
-    finite = torch.isfinite(twin.forward(x.double(), wide).value.flatten(1)).all(1)
+    finite = torch.isfinite(double.forward(x.double(), wide).value.flatten(1)).all(1)
     found = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
     if bool(finite.any()):
         rows = None if context is None else context[finite]

@@ -1,29 +1,40 @@
-"""The sections of a page: one file for each probe with its text, table and figure; a probe without one is drawn from its quantities."""
+"""The sections of a page: a file named after its probe holds text, table and figure, `tables` those that are tables alone; the section of
+any other probe is drawn from its quantities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
 from bilip.record import AuditRecord, Measurement
 from bilip.report.charts import distribution_figure
 from bilip.report.format import clean, sentence
-from bilip.report.parts import Line, Section, table
-from bilip.report.sections.common import by_source, gallery, measured, some
+from bilip.report.parts import Line, Section, by_source, gallery, measured, some, table
+from bilip.report.sections.tables import SECTIONS
 
 __all__ = ["sections"]
 
-_SHARED = ("common",)
+Builder = Callable[[AuditRecord], tuple[Section, ...]]
 
 
 def sections(record: AuditRecord) -> list[Section]:
     """All sections that have something to show; the last one lists what was not measured."""
-    own = {m.name: import_module(f"{__name__}.{m.name}") for m in iter_modules(__path__) if m.name not in _SHARED}
-    built = [s for module in sorted(own.values(), key=lambda m: m.PLACE) for s in module.sections(record)]
+    own = _own()
+    built = [s for _, build in sorted(own.values(), key=lambda entry: entry[0]) for s in build(record)]
     others = dict.fromkeys(m.probe for m in record.measurements if m.measured and m.probe not in own)
     drawn = [_drawn(record, probe, f"other-{k + 1}") for k, probe in enumerate(others)]
     return [s for s in (*built, *drawn, *_notes(record), *_missing(record)) if s.parts]
+
+
+def _own() -> dict[str, tuple[int, Builder]]:
+    """Place on the page and builder of the sections that are written down, by the name of their probe."""
+    found = dict(SECTIONS)
+    for name in (m.name for m in iter_modules(__path__) if m.name != "tables"):
+        module = import_module(f"{__name__}.{name}")
+        found[name] = module.PLACE, module.sections
+    return found
 
 
 def _drawn(record: AuditRecord, probe: str, name: str) -> Section:
@@ -70,8 +81,7 @@ def _notes(record: AuditRecord) -> list[Section]:
 def _missing(record: AuditRecord) -> list[Section]:
     lines = _grouped((m, m.reason) for m in record.measurements if m.reason)
     asked = {m.probe for m in record.measurements}
-    known = [m.name for m in iter_modules(__path__) if m.name not in _SHARED]
-    absent = [_title(probe) for probe in known if probe not in asked]
+    absent = [_title(probe) for probe in sorted(_own()) if probe not in asked]
     if absent:
         lines.append(Line(f"Not part of this audit: {', '.join(absent)}."))
     return [Section("missing", "Not measured", "What this audit leaves open, and why.", tuple(lines))] if lines else []

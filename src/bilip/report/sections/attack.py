@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from bilip.record import AuditRecord, Measurement
-from bilip.report.charts.marks import LEGEND, curve, safe_text
-from bilip.report.charts.scale import LogScale
+from bilip.report.charts import LEGEND, LogScale, curve, safe_text
 from bilip.report.format import clean, number
-from bilip.report.parts import Figure, Line, Part, Section, table
-from bilip.report.sections.common import gallery, measured, some
+from bilip.report.parts import Figure, Line, Part, Section, gallery, measured, some, table
 
 __all__ = ["PLACE", "attack_figure", "sections"]
 

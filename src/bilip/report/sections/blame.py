@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from bilip.record import AuditRecord, Measurement
-from bilip.report.charts.marks import LEGEND, curve, note, safe_text
-from bilip.report.charts.scale import LogScale
+from bilip.report.charts import LEGEND, LogScale, curve, note, safe_text
 from bilip.report.format import as_float, clean, number
 from bilip.report.parts import Figure, Fold, Line, Section, table
 from bilip.report.summary import guilty_lines, worst_blame

@@ -6,11 +6,9 @@ import math
 from typing import Any
 
 from bilip.record import AuditRecord, Measurement
-from bilip.report.charts.marks import note
-from bilip.report.charts.scale import LogScale
+from bilip.report.charts import LogScale, note
 from bilip.report.format import as_float, number, share
-from bilip.report.parts import Figure, Section
-from bilip.report.sections.common import measured, some
+from bilip.report.parts import Figure, Section, measured, some
 
 __all__ = ["PLACE", "glance", "map_figure", "sections"]
 

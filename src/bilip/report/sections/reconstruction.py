@@ -5,8 +5,7 @@ from __future__ import annotations
 from bilip.record import AuditRecord
 from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
-from bilip.report.parts import Cell, Fold, Line, Part, Section, table
-from bilip.report.sections.common import gallery, measured, some
+from bilip.report.parts import Cell, Fold, Line, Part, Section, gallery, measured, some, table
 from bilip.report.summary import non_finite, source_about, worst_condition
 
 __all__ = ["PLACE", "sections"]

@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 
 from bilip.record import AuditRecord, Measurement
-from bilip.report.charts.marks import LEGEND, SYMBOLS, curve, rule, safe_text
-from bilip.report.charts.scale import LogScale
+from bilip.report.charts import LEGEND, SYMBOLS, LogScale, curve, rule, safe_text
 from bilip.report.format import clean, number
-from bilip.report.parts import Cell, Figure, Section, table
-from bilip.report.sections.common import measured, some
+from bilip.report.parts import Cell, Figure, Section, measured, some, table
 from bilip.report.summary import worst_condition
 
 __all__ = ["PLACE", "spectrum_figure", "sections"]
