@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Flag", "Replayed", "can_record", "capturing", "keeping", "noting"]
+__all__ = ["Flag", "Replayed", "can_record", "capturing", "has_room", "keeping", "noting"]
 
 _KEEPING: ContextVar[bool] = ContextVar("keeping", default=False)
 
@@ -100,6 +100,19 @@ def can_record(*tensors: Tensor) -> bool:
         False
     """
     return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+
+
+def has_room(x: Tensor) -> bool:
+    """Whether at least half of the memory of a tensor's device is free: a recording keeps what it works in.
+
+    Example:
+        >>> has_room(torch.zeros(2))
+        True
+    """
+    if not x.is_cuda:
+        return True
+    free, total = torch.cuda.mem_get_info(x.device)
+    return 2 * free >= total
 
 
 class Replayed:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilip.errors import BilipError, NotConverged, SolverFailed, said_by
 
-__all__ = ["ENDED", "Outcome", "run_guarded"]
+__all__ = ["ENDED", "Outcome", "as_tuple", "run_guarded"]
 
 ENDED = "the model ended the program"
 Call = Callable[[Tensor, Tensor | None], "Tensor | tuple[Tensor, ...]"]
@@ -64,7 +64,7 @@ def run_guarded(call: Call, x: Tensor, context: Tensor | None = None, *, budget:
         ([False, True, False], [0.0, nan, 2.0], 'ValueError: too large')
     """
     try:
-        return Outcome(_tuple(call(x, context)), torch.zeros(len(x), dtype=torch.bool, device=x.device))
+        return Outcome(as_tuple(call(x, context)), torch.zeros(len(x), dtype=torch.bool, device=x.device))
     except BaseException as error:  # a model may call sys.exit
         if not _of_a_sample(error):
             raise
@@ -127,7 +127,7 @@ class _Search:
         rows[kept] = kept
         rows = rows.to(self.x.device)
         try:
-            return _tuple(self.call(self.x[rows], None if self.context is None else self.context[rows]))
+            return as_tuple(self.call(self.x[rows], None if self.context is None else self.context[rows]))
         except BaseException as error:
             if not _of_a_sample(error):
                 raise
@@ -146,7 +146,8 @@ def _blank(value: Tensor, failed: Tensor) -> Tensor:
     return torch.where(failed.view(-1, *[1] * (value.ndim - 1)), torch.full_like(value, torch.nan), value)
 
 
-def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One tensor or several, as several."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
