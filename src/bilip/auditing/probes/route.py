@@ -13,7 +13,6 @@ from torch import Tensor
 from bilip._torch import Replayed
 from bilip.auditing.round_trip import Typical, distances
 from bilip.auditing.subject import Subject
-from bilip.nets.spectral import held_layers
 
 __all__ = ["Judgement", "Route"]
 
@@ -59,12 +58,10 @@ class Route:
     def often(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function, which goes through the model, as one that is called many times: see `Replayed`.
 
-        What is recorded repeats every choice that Python made. So that there are none, all blocks have to be bilip's own with closed
-        inverses, no layer may be held by norms that are looked at, and autocast, which keeps copies of weights, is off.
+        Only for models that are `recordable`, and without autocast, which keeps copies of weights.
         """
-        bijection, plain = self.subject.bijection, plain or function
-        own = all(type(part).__module__.startswith("bilip.blocks.") for _, part in self.subject.parts)
-        if not (own and bijection.closed_form) or held_layers(bijection):
+        plain = plain or function
+        if not self.subject.recordable:
             return plain
         recorded = Replayed(function, plain)
         self._recorded.append(recorded)
