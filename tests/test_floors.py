@@ -169,19 +169,14 @@ TORCH = """
 """
 # What a class shares with the few that it works with, and with no others.
 SHARED = {
-    "_ready": "ActNorm: whether it has started; for chains, penalties and training states",
     "_caches": "Chain: fused weights; for its own run",
     "_check_shape": "Chain: for its own run",
-    "_context": "a coupling's context; for its linearization and its memory-saving gradient",
-    "_halves": "likewise, both parts of its input",
-    "_shift": "likewise, its shift",
-    "_split": "likewise, its partition",
+    "_context": "whether the net of a block takes a context; for its solver and its memory-saving gradient",
     "_solutions": "Residual: where solvers start; for copies of the block",
     "_cache": "a held layer's weight as it acts; for the functions beside it",
     "_certificate": "a held layer: what was certified last; for training steps and their states",
     "_held_to": "likewise, up to which norm",
     "_hold": "likewise, the function that holds it",
-    "_diagonal": "a diagonal block's factors; for its determinant",
     "_check": "Linearized: of the chain whose inverse it is",
     "_road": "likewise",
     "_structured": "likewise",
@@ -214,7 +209,7 @@ STATE = {
     "auditing/probes/probe.py": {"PROBES"},
     "auditing/share.py": {"_rounds"},  # how often the processes of a group have met
     "cures/rung.py": {"RUNGS"},
-    "models/_config.py": {"_BUILDERS"},
+    "models/checkpoint.py": {"_BUILDERS"},
     "nets/readable.py": {"_BORN", "_METHODS"},
     "_torch.py": {"_LISTENING"},  # who wants to know of captured steps
 }
