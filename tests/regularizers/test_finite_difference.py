@@ -305,13 +305,13 @@ def gradients_of(f, model, x, penalty):
 
 def seen_shares(monkeypatch):
     """By backward pass of a call: whether it is an inverse, and its share."""
-    found, pull = [], Call.pull
+    found, backward = [], Call.backward
 
     def seen(self, back):
         found.append((self.inverse, float(self.share)))
-        return pull(self, back)
+        return backward(self, back)
 
-    monkeypatch.setattr(Call, "pull", seen)
+    monkeypatch.setattr(Call, "backward", seen)
     return found
 
 
