@@ -1,4 +1,5 @@
-"""Small things that every room needs, once: names and halves of dtypes, rows of contexts, transforms, and flags of captured steps.
+"""Small things that every room needs, once: names and halves of dtypes, rows of contexts, transforms,
+values that are kept while they are right, and flags of captured steps.
 
 A step that is recorded as a CUDA graph may not stop to look at a number, so what goes on in it raises a `Flag`.
 """
@@ -7,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 __all__ = [
+    "EvalCache",
     "Flag",
     "Replayed",
+    "can_be_read",
     "can_record",
     "capturing",
     "dtype_name",
@@ -25,6 +28,7 @@ __all__ = [
     "is_transformed",
     "keeping",
     "noting",
+    "reusing",
     "rows",
 ]
 
@@ -85,6 +89,83 @@ def capturing(x: Tensor) -> bool:
         False
     """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at here: not while tracing, transforming, or capturing a CUDA graph.
+
+    Example:
+        >>> can_be_read(torch.zeros(2))
+        True
+    """
+    return not is_transformed() and not capturing(tensor)
+
+
+_REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
+
+
+@contextlib.contextmanager
+def reusing() -> Iterator[None]:
+    """Let values be reused in training mode too: for the many evaluations of one iterative solve, without gradients."""
+    token = _REUSING.set(True)
+    try:
+        yield
+    finally:
+        _REUSING.reset(token)
+
+
+class EvalCache:
+    """Keeps `compute(weight)` in evaluation mode, for as long as `weight` holds the same numbers and no gradient goes to it: under
+    `no_grad`, or where it is frozen.
+
+    The key is the values themselves, not a version counter: writing through `weight.data` moves no counter.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, dict[Callable[[Tensor], Tensor], Tensor]] | None = None  # the weight, values of it
+
+    def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """The value for `weight`, from the cache when that is allowed and right."""
+        return self.get_all(owner, weight, (compute,))[0]
+
+    def get_all(self, owner: nn.Module, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+        """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if keeping() and capturing(weight) and not (owner.training or learns) and self._holds(weight, computes):
+            return [self._kept[1][compute] for compute in computes]  # type: ignore[index]
+        if (owner.training and not _REUSING.get()) or learns or not can_be_read(weight):
+            self.clear()
+            return [compute(weight) for compute in computes]
+        kept = self._kept  # once: other threads may empty or replace it meanwhile
+        if kept is None or not _same(kept[0], weight):
+            kept = self._kept = weight.detach().clone(), {}
+        values = kept[1]
+        for compute in computes:
+            if compute not in values:
+                values[compute] = compute(weight)
+        return [values[compute] for compute in computes]
+
+    def _holds(self, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> bool:
+        """Whether there are values for a weight like this one, whose numbers cannot be read."""
+        if self._kept is None or is_transformed():
+            return False
+        key, values = self._kept
+        alike = key.device == weight.device and key.dtype == weight.dtype and key.shape == weight.shape
+        return alike and all(compute in values for compute in computes)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._kept = None
+
+    def __deepcopy__(self, memo: dict) -> EvalCache:
+        return EvalCache()
+
+    def __reduce__(self):
+        return (EvalCache, ())
+
+
+def _same(key: Tensor, weight: Tensor) -> bool:
+    return key.device == weight.device and key.dtype == weight.dtype and torch.equal(key, weight)
 
 
 class Flag:

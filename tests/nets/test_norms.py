@@ -339,3 +339,17 @@ def test_gram_iteration_of_complex_matrices_is_that_of_their_real_form(rows, col
     torch.testing.assert_close(gram_norms(matrices, 10) / unit, doubled, rtol=1e-9, atol=0)
     conjugate = matrices.mH  # a view, whose numbers are conjugated only when they are read
     torch.testing.assert_close(gram_norms(conjugate, 10), gram_norms(matrices, 10), rtol=1e-9, atol=0)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 128, 512])
+def test_held_layers_in_half_precision(dtype, size):
+    layer = HeldLinear(size, size, coefficient=0.9).to(dtype)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    held = layer.held_weight()
+    assert matrix_norm(held) <= 0.9
+    assert bool((held.double() * layer.weight.double() >= 0).all())  # no sign is turned
+    conv = HeldConv2d(32, 32, 3, coefficient=0.9).to(dtype)
+    assert conv_norm(conv.held_weight()) <= 0.9

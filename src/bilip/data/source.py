@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip._torch import dtype_name
 from bilip.data.rows import OrderedRows, Rows, pixels
 from bilip.errors import InputError
 
@@ -131,7 +132,7 @@ class Source:
             description = f"{description}, {note}" if description else note
         if rows.dtype not in FLOATS:
             raise self._error(
-                f"the data are {str(rows.dtype).removeprefix('torch.')}: expected floats, or uint8 pixels. Convert "
+                f"the data are {dtype_name(rows.dtype)}: expected floats, or uint8 pixels. Convert "
                 "them to float32 in the units that the model was trained on."
             )
         if context is not None and context.count != rows.count:

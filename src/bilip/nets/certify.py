@@ -1,6 +1,6 @@
 r"""What is proved about a net: its Lipschitz constant, and a box that encloses the image of a box.
 
-Nets are read layer by layer (`bilip.nets.layers.read`); the constant is the product of the layers' constants. Whatever
+Nets are read layer by layer (`bilip.nets.read`); the constant is the product of the layers' constants. Whatever
 cannot be read raises `UnknownLipschitz`: declare it with `Declared`.
 
 The statements are about the function in real arithmetic with the parameters as they are stored. Images are computed
@@ -13,14 +13,19 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
-from bilip.nets.layers import LayeredNet, Reading, double_twin, flatten, is_container, linear_size, read, unknown
+from bilip.nets.layers import GainConv2d, LayeredNet
+from bilip.nets.read import CONVS, Affine, Linear, Reading, container, double_twin, read, unknown
+from bilip.nets.readable import changed, tampered
+from bilip.nets.spectral import HeldConv2d, HeldLinear
 
 __all__ = ["double_twin", "enclose", "log_cap", "log_lipschitz", "point_image"]
 
@@ -220,3 +225,80 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     for reading in readings:
         value, error = reading.point(value, error, given if len(readings) == 1 else None, x.dtype)
     return value, error
+
+
+# ---- what a net is made of
+
+
+def is_container(net: nn.Module) -> bool:
+    """Whether a module applies its layers one after the other and does nothing else."""
+    base = container(net)
+    if base is None or tampered(net) is not None or hasattr(type(net), "log_lipschitz"):
+        return False
+    return changed(type(net), type(net).__mro__.index(base)) is None
+
+
+def flatten(net: nn.Module) -> list[nn.Module]:
+    """The layers of a net in order: `nn.Sequential` and nets without context unrolled."""
+    if not is_container(net):
+        return [net]
+    if isinstance(net, nn.Sequential):
+        return [layer for child in net._modules.values() for layer in flatten(child)]  # type: ignore[arg-type]  # repeats count
+    return [net] if net.context else flatten(net.layers)  # type: ignore[arg-type]
+
+
+def overwriting(net: nn.Module) -> nn.Module | None:
+    """The layer of a net that works in place on the net's own input; `None` if there is none as far as can be seen.
+
+    Some layers hand on a view of what they were given, so it need not be the first.
+
+    Example:
+        >>> overwriting(nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)))
+        ReLU(inplace=True)
+        >>> overwriting(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True)))
+    """
+    return _overwriting(net)[0]
+
+
+def _overwriting(net: nn.Module) -> tuple[nn.Module | None, bool]:
+    """The layer, and whether what comes out may still be a view of what went in."""
+    if isinstance(net, LayeredNet) and net.context:
+        return None, False
+    if isinstance(net, (nn.Sequential, LayeredNet)):
+        children = net._modules.values() if isinstance(net, nn.Sequential) else [net.layers]
+        for child in children:
+            found, view = _overwriting(child) if child is not None else (None, False)
+            if found is not None or not view:
+                return found, view
+        return None, True
+    if getattr(net, "inplace", False):
+        return net, False
+    if net._modules:  # it does what it likes with its parts
+        return _overwriting(next(part for part in net._modules.values() if part is not None))[0], False
+    return None, isinstance(net, _VIEWS)
+
+
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+
+
+def affine_layer(layer: nn.Module) -> Affine | None:
+    """Read a linear or convolution layer, on the CPU; `None` for other modules."""
+    if not isinstance(layer, (nn.Linear, *CONVS)):
+        return None
+    found = read(layer)
+    return found.affine if isinstance(found, Linear) else None
+
+
+def linear_size(layer: nn.Module) -> tuple[int | None, int | None]:
+    """Features or channels that a linear or convolution layer gives and takes; `None` for other modules."""
+    if not isinstance(layer, (nn.Linear, *CONVS)) or not isinstance(read(layer), Linear):
+        return None, None
+    weight: Any = layer.weight
+    return weight.shape[0], weight.shape[1] * (1 if isinstance(layer, nn.Linear) else layer.groups)
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a linear or convolution layer of torch that acts with the weight it stores."""
+    if linear_size(layer)[0] is None or isinstance(layer, (HeldLinear, HeldConv2d, GainConv2d)):
+        return False
+    return not hasattr(layer, "held_weight") and not parametrize.is_parametrized(layer)

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from bilip import _torch
-from bilip._torch import Replayed
+from bilip._torch import EvalCache, Replayed
 from bilip.auditing.probes.attack import Attack
 from bilip.blocks import conv1x1
 from bilip.models import glow, residual_flow
-from bilip.nets.cache import EvalCache
 from recorded import play_graphs_on_the_cpu
 
 pytestmark = pytest.mark.numeric
@@ -141,7 +140,7 @@ def test_iterative_inverses_and_autocast_are_not_recorded(graphs):
 def test_a_cache_gives_what_it_kept_only_to_recordings_that_ask_for_it(monkeypatch):
     cache, owner, weight = EvalCache(), torch.nn.Identity().eval(), torch.eye(2)
     first = cache.get(owner, weight, torch.exp)
-    monkeypatch.setattr("bilip.nets.cache.capturing", lambda x: True)
+    monkeypatch.setattr("bilip._torch.capturing", lambda x: True)
     with _torch._kept():
         assert cache.get(owner, weight, torch.exp) is first
         assert cache.get(owner, torch.eye(3), torch.exp).shape == (3, 3)

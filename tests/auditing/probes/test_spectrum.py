@@ -300,3 +300,27 @@ def test_a_net_that_cannot_be_read_is_not_measured():
     m = Bounds().measure(Chain(blocks.AdditiveCoupling(Opaque()), shape=(4,)), torch.randn(5, 4))
     assert not m.measured
     assert "Opaque" in m.reason
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad.detach()
+
+
+def test_the_jacobian_through_a_backward_pass_that_cannot_be_differentiated():
+    class Fourfold(nn.Module):
+        def forward(self, x):
+            return x + Triple.apply(x), x.new_zeros(len(x))
+
+        def inverse(self, z):
+            return z / 4, z.new_zeros(len(z))
+
+    model = Fourfold()
+    x = torch.randn(1, 3, dtype=torch.float64)
+    assert torch.allclose(jacobian(model, x), 4 * torch.eye(3, dtype=torch.float64))
+    assert torch.allclose(singular_values(model, x).values, torch.full((3,), 4.0, dtype=torch.float64))
