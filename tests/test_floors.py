@@ -212,7 +212,6 @@ def test_private_names_are_touched_by_their_own_class():
 # Filled once, while modules are imported; or weak, so that they keep nothing alive; or one for the whole process by its nature.
 STATE = {
     "auditing/probes/probe.py": {"PROBES"},
-    "auditing/share.py": {"_rounds"},  # how often the processes of a group have met
     "cures/rung.py": {"RUNGS"},
     "models/_config.py": {"_BUILDERS"},
     "nets/readable.py": {"_BORN", "_METHODS"},
