@@ -25,6 +25,7 @@ __all__ = [
     "capturing",
     "dtype_name",
     "half_digits",
+    "has_room",
     "is_transformed",
     "keeping",
     "noting",
@@ -243,6 +244,19 @@ def can_record(*tensors: Tensor) -> bool:
         False
     """
     return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+
+
+def has_room(x: Tensor) -> bool:
+    """Whether at least half of the memory of a tensor's device is free: a recording keeps what it works in.
+
+    Example:
+        >>> has_room(torch.zeros(2))
+        True
+    """
+    if not x.is_cuda:
+        return True
+    free, total = torch.cuda.mem_get_info(x.device)
+    return 2 * free >= total
 
 
 class Replayed:

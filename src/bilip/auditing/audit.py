@@ -117,6 +117,7 @@ def audit(
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
         torch.random.fork_rng(devices=subject.devices),
+        subject.repeating(),
         remembering(),  # the norms of the nets are the same for every source
         warnings.catch_warnings(),
     ):

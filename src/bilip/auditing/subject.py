@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import re
 import traceback
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import dtype_name, half_digits
+from bilip._torch import Replayed, can_record, dtype_name, half_digits, has_room
 from bilip.adapters import Adapted, Base, adapt
+from bilip.auditing.float32 import switches
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
 from bilip.linalg.linearized import Linearized
+from bilip.nets.spectral import held_layers
 
 __all__ = ["ENDED", "Outcome", "Subject", "run_guarded"]
+
+_OFTEN = 64  # rows from which on a batch is one of many
 
 
 class Subject:
@@ -53,6 +58,9 @@ class Subject:
         self._copies: dict[torch.dtype, Subject | str] = {}
         self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
+        self._recorded: dict[Any, Replayed] | None = (
+            None  # calls that are repeated, while nothing about the model changes
+        )
         self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
     @classmethod
@@ -68,7 +76,7 @@ class Subject:
         return subject
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copies": {}, "tick": _nothing}
+        return {**self.__dict__, "_copies": {}, "_recorded": None, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +158,53 @@ class Subject:
             return call(x, context)
 
         with self.arithmetic():
+            often = self._often(call, x, context)
+            if often is not None:
+                self.tick()
+                try:
+                    return Outcome(often(x), torch.zeros(len(x), dtype=torch.bool, device=x.device))
+                except Exception:  # find out by which samples
+                    often.failed = "the model raised"
             return run_guarded(timed, x.clone(), context)
+
+    def _often(self, call: Call, x: Tensor, context: Tensor | None) -> Replayed | None:
+        """The call as one that is repeated on a GPU; `None` where it is not, or cannot be."""
+        if self._recorded is None or context is not None or len(x) < _OFTEN or not can_record(x):
+            return None
+        if (
+            torch.is_autocast_enabled(x.device.type)
+            or not self.recordable
+            or getattr(call, "__self__", None) is not self.bijection
+        ):
+            return None
+        key = (call.__name__, x.shape, x.dtype, switches())
+        if key not in self._recorded:
+            if not has_room(x):
+                return None
+            self._recorded[key] = Replayed(lambda y: _tuple(call(y.clone(), None)))
+        return self._recorded[key]
+
+    @functools.cached_property
+    def recordable(self) -> bool:
+        """Whether calls can be recorded on a GPU and replayed: a recording repeats every choice that Python made.
+
+        So that there are none, all blocks have to be bilip's own with closed inverses, and no layer may be held by norms that are
+        looked at.
+        """
+        own = all(type(part).__module__.startswith("bilip.blocks.") for _, part in self.parts)
+        return own and self.bijection.closed_form and not held_layers(self.bijection)
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, nothing about the model changes: on a GPU the launches of calls on large batches are recorded and replayed."""
+        everyone = [self, *(one for one in self._copies.values() if isinstance(one, Subject))]
+        for one in everyone:
+            one._recorded = {}
+        try:
+            yield
+        finally:
+            for one in (self, *(one for one in self._copies.values() if isinstance(one, Subject))):
+                one._recorded = None
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -188,6 +242,8 @@ class Subject:
         if isinstance(found, str):
             raise NotMeasured(found)
         found.tick = self.tick
+        if self._recorded is not None and found._recorded is None:
+            found._recorded = {}
         return found
 
     def forget_copies(self) -> None:

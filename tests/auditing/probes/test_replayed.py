@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+import bilip
 from bilip import _torch
 from bilip._torch import EvalCache, Replayed
+from bilip.auditing import subject as subject_module
+from bilip.auditing.float32 import float32_products
 from bilip.auditing.probes.attack import Attack
+from bilip.auditing.subject import Subject
 from bilip.blocks import conv1x1
 from bilip.models import glow, residual_flow
 from recorded import play_graphs_on_the_cpu
@@ -146,3 +150,44 @@ def test_a_cache_gives_what_it_kept_only_to_recordings_that_ask_for_it(monkeypat
         assert cache.get(owner, torch.eye(3), torch.exp).shape == (3, 3)
         assert cache.get(owner, weight, torch.exp) is not first  # emptied by the other shape
     assert cache._kept is None
+
+
+def test_an_audit_with_replays_gives_the_record_of_one_without(graphs, monkeypatch):
+    size = (3, 8, 8)
+    model, x = trained(glow(size, levels=1, blocks=1, hidden=8), size), torch.rand(600, *size)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
+    options = {"budget": "quick", "probes": "reconstruction,likelihood,consistency"}
+    with_replays = bilip.audit(model, x, **options)
+    assert sum(often.replays for often in graphs) > 4
+    assert not any(often.failed for often in graphs)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: False)
+    count = len(graphs)
+    assert bilip.audit(model, x, **options).measurements == with_replays.measurements
+    assert len(graphs) == count
+
+
+def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):
+    """Weights may change from then on, and what was recorded holds the inverses of the old ones."""
+    size = (3, 8, 8)
+    model, x = trained(glow(size, levels=1, blocks=1, hidden=8), size), torch.rand(64, *size)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
+    subject = Subject.of(model)
+    with subject.repeating():
+        for _ in range(4):
+            z = subject.forward(x).value
+            subject.inverse(z)
+            subject.twin(torch.float64).forward(x.double())
+        assert len(graphs) == 3
+        assert all(often.replays == 2 for often in graphs)
+        kinds = len(graphs)
+        with float32_products("tf32"):
+            subject.forward(x)
+        assert len(graphs) == kinds + 1  # other switches, another recording
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    back = subject.inverse(subject.forward(x).value).value
+    assert float((back - x).abs().max()) < 1e-4
+    assert len(graphs) == kinds + 1
+    assert subject._recorded is None
+    assert subject.twin(torch.float64)._recorded is None

@@ -21,7 +21,6 @@ from bilip.auditing.subject import Subject
 from bilip.errors import NotMeasured, said_by
 from bilip.linalg.lanczos import largest_singular_value
 from bilip.linalg.linearized import Linearized
-from bilip.nets.spectral import held_layers
 
 __all__ = ["Search", "RoundTrips", "METHODS", "Method", "Route"]
 
@@ -70,12 +69,10 @@ class Route:
     def often(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function, which goes through the model, as one that is called many times: see `Replayed`.
 
-        What is recorded repeats every choice that Python made. So that there are none, all blocks have to be bilip's own with closed
-        inverses, no layer may be held by norms that are looked at, and autocast, which keeps copies of weights, is off.
+        Only for models that are `recordable`, and without autocast, which keeps copies of weights.
         """
-        bijection, plain = self.subject.bijection, plain or function
-        own = all(type(part).__module__.startswith("bilip.blocks.") for _, part in self.subject.parts)
-        if not (own and bijection.closed_form) or held_layers(bijection):
+        plain = plain or function
+        if not self.subject.recordable:
             return plain
         recorded = Replayed(function, plain)
         self._recorded.append(recorded)
