@@ -180,7 +180,6 @@ SHARED = {
     "_check": "Linearized: of the chain whose inverse it is",
     "_road": "likewise",
     "_structured": "likewise",
-    "_twins": "Subject: copies in other dtypes; emptied by the monitor between looks",
     "_flag": "a guarded walk's flag on the device; for captured steps",
 }
 
@@ -207,7 +206,6 @@ def test_private_names_are_touched_by_their_own_class():
 # Filled once, while modules are imported; or weak, so that they keep nothing alive; or one for the whole process by its nature.
 STATE = {
     "auditing/probes/probe.py": {"PROBES"},
-    "auditing/share.py": {"_rounds"},  # how often the processes of a group have met
     "cures/rung.py": {"RUNGS"},
     "models/checkpoint.py": {"_BUILDERS"},
     "nets/readable.py": {"_BORN", "_METHODS"},
