@@ -137,6 +137,16 @@ def test_root_names():
         bilip.nonsense  # noqa: B018
 
 
+IMPORTS = re.compile(r"^(?:>>> )?from (bilip[.\w]*) import ([\w, ]+)$", re.M)
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"]), ids=lambda page: page.name)
+def test_guides_import_public_names(page):
+    for module, names in IMPORTS.findall(page.read_text()):
+        public = importlib.import_module(module).__all__
+        assert set(names.replace(" ", "").split(",")) <= set(public), f"{module}: {names}"
+
+
 SUFFIX = re.compile(r"^(.*?)_?(median|p99|p999|max|error|status)$")
 
 
