@@ -271,7 +271,7 @@ class Said:
 def images(args: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test images, as the recipes load them; without --data, random ones, to try the script out."""
     from bilip.data import Images, image_set
-    from bilip.recipes.cifar10_classifier import shrunk
+    from bilip.recipes.images import shrunk
 
     if args.data is None:
         generator = torch.Generator().manual_seed(0)
@@ -316,13 +316,121 @@ def fitted(task: Any, args: argparse.Namespace, steps: int, lr: float) -> float:
     return time.monotonic() - started
 
 
+class Classifying:
+    """The classifier: its batches, its loss, and what it is good for.
+
+    Args:
+        trunk: Of the model.
+        learning: Training images.
+        valid: Images that no step sees.
+        tested: Test images.
+        args: The command line.
+    """
+
+    lr, uses, ood, single = 1e-4, ("inversion",), (), False
+
+    def __init__(self, trunk: Any, learning: Any, valid: Any, tested: Any, args: argparse.Namespace) -> None:
+        from bilip.data import ImageBatches
+        from bilip.models import classifier
+        from bilip.objectives import Classification
+        from bilip.recipes.cifar10_classifier import MEAN, STD
+        from bilip.training import Draw, Task
+
+        self.steps, self.tune_steps = args.train_steps or 1600, args.steps or 200
+        options = {"device": args.device, "mean": MEAN, "std": STD, "pad": 4 if args.side == 32 else 1}
+        self.batches = ImageBatches(learning, min(128, len(learning)), **options)
+        self.model: Any = classifier(trunk).to(args.device)
+        validated, plain, held = ImageBatches(valid, 64, **options), ImageBatches(tested, 64, **options), len(valid)
+        self.held_out = [validated.plain(k, min(k + 256, held)) for k in range(0, held, 256)]
+        self.test = [plain.plain(k, k + 500) for k in range(0, len(tested), 500)]
+        self.x_test = torch.cat([x for x, _ in self.test])
+        self.task = Task(self.model, self.batches, Classification())
+        self.model.trunk.train()(torch.cat([self.batches(Draw(args.seed + 1, k))[0] for k in range(2)]))
+
+    @staticmethod
+    def loss(model: Any, given: Any) -> dict[str, Tensor]:
+        x, y = given
+        logits = model(x)
+        return {"loss": nn.functional.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).double().mean()}
+
+    @torch.no_grad()
+    def quality(self, model: Any) -> dict[str, float]:
+        """Accuracy on all test images."""
+        right = [(model(x).argmax(1) == y).double().sum() for x, y in self.test]
+        return {"accuracy": float(torch.stack(right).sum()) / len(self.x_test), "images": len(self.x_test)}
+
+    def sources(self) -> dict[str, Tensor]:
+        return {"test": self.x_test[:1024]}
+
+
+class Likely:
+    """The flow, likewise."""
+
+    lr, uses, ood, single = 1e-3, USES, ("uniform", "gaussian", "rademacher"), True
+
+    def __init__(self, trunk: Any, learning: Any, valid: Any, tested: Any, args: argparse.Namespace) -> None:
+        from bilip.data import dequantize
+        from bilip.models import flow
+        from bilip.objectives import Likelihood
+        from bilip.recipes.images import Dequantized
+        from bilip.training import Draw, Task
+
+        def fixed(source: Any, seed: int) -> Tensor:
+            generator = torch.Generator(args.device).manual_seed(seed)
+            return dequantize(source.x.to(args.device), 8, generator) - 0.5
+
+        self.steps, self.tune_steps, self.device = args.train_steps or 2600, args.steps or 600, args.device
+        size = argparse.Namespace(batch=min(64, len(learning)), bits=8)
+        self.batches = Dequantized(learning, size, args.device, pad=3 if args.side == 32 else 1, offset=0.5)
+        self.model: Any = flow(trunk).to(args.device)
+        self.held_out = list(fixed(valid, 1).split(128))
+        self.x_test = fixed(tested, 2)
+        self.test = list(self.x_test.split(256))
+        self.task = Task(self.model, self.batches, Likelihood())
+        self.model.bijection.train()(torch.cat([self.batches(Draw(args.seed + 1, k))[0] for k in range(4)]))
+
+    @staticmethod
+    def loss(model: Any, given: Any) -> Tensor:
+        return -model.log_prob(given).mean()
+
+    @torch.no_grad()
+    def quality(self, model: Any) -> dict[str, float]:
+        """Bits per dimension."""
+        some = self.test[: max(1, 2048 // len(self.test[0]))]
+        log_p = torch.cat([model.log_prob(x) for x in some]).double()
+        size = self.x_test[0].numel() * math.log(2)
+        return {"bits_per_dim": float(8 - log_p.mean() / size), "images": len(log_p)}
+
+    def sources(self) -> dict[str, Tensor]:
+        x = self.x_test
+        low, high, shape = float(x.min()), float(x.max()), (256, *x.shape[1:])
+        options: Any = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(5)}
+        return {
+            "test": x[:1024],
+            "uniform": low + (high - low) * torch.rand(shape, **options),
+            "gaussian": float(x.mean()) + float(x.std()) * torch.randn(shape, **options),
+            "rademacher": torch.where(torch.rand(shape, **options) < 0.5, low, high),
+        }
+
+
+def broken(model: Any, sources: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """How each source comes back."""
+    found = {}
+    for name, x in sources.items():
+        error = trip(model, x)
+        finite = error[torch.isfinite(error)]
+        found[name] = {
+            "bad": float((error > WRONG).double().mean()),
+            "not_finite": float(torch.isinf(error).double().mean()),
+            "median": float(error.median()),
+            "largest_finite": float(finite.max()) if len(finite) else math.inf,
+        }
+    return found
+
+
 def big(args: argparse.Namespace, kind: str) -> None:
     """Explode, cure with every rung, and hold each against as many plain steps."""
-    from bilip.data import ImageBatches, dequantize
-    from bilip.models import classifier, flow, glow
-    from bilip.objectives import Classification, Likelihood
-    from bilip.recipes.cifar10_classifier import MEAN, STD
-    from bilip.training import Draw, Task
+    from bilip.models import glow
 
     device = args.device
     train_set, test_set = images(args)
@@ -337,110 +445,29 @@ def big(args: argparse.Namespace, kind: str) -> None:
     }
     trunk = glow((3, args.side, args.side), **trunk_options)
     learning, valid = cut(train_set, 0, len(train_set) - held), cut(train_set, len(train_set) - held, len(train_set))
-    if kind == "classifier":
-        batch, lr, steps = 128, 1e-4, args.train_steps or 1600
-        batch = min(batch, len(learning))
-        options = {"device": device, "mean": MEAN, "std": STD, "pad": 4 if args.side == 32 else 1}
-        batches: Any = ImageBatches(learning, batch, **options)
-        model: Any = classifier(trunk).to(device)
-        held_out = [ImageBatches(valid, 64, **options).plain(k, min(k + 256, held)) for k in range(0, held, 256)]
-        plain = ImageBatches(test_set, 64, **options)
-        test = [plain.plain(k, k + 500) for k in range(0, len(test_set), 500)]
-        x_test = torch.cat([x for x, _ in test])
-
-        def loss(model: Any, given: Any) -> dict[str, Tensor]:
-            x, y = given
-            logits = model(x)
-            return {"loss": nn.functional.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).double().mean()}
-
-        task = Task(model, batches, Classification())
-        uses, ood, single = ("inversion",), (), False
-        model.trunk.train()(torch.cat([batches(Draw(args.seed + 1, k))[0] for k in range(2)]))
-    else:
-        batch, lr, steps = 64, 1e-3, args.train_steps or 2600
-        batch = min(batch, len(learning))
-        levels = ImageBatches(learning, batch, device=device, pad=3 if args.side == 32 else 1, std=(1 / 255,) * 3)
-
-        class Dequantized:
-            def __call__(self, draw: Any) -> tuple[Tensor]:
-                generator = torch.Generator(device).manual_seed(draw("dequantization"))
-                return (dequantize(levels(draw)[0].round().to(torch.uint8), 8, generator) - 0.5,)
-
-        def fixed(source: Any, seed: int) -> Tensor:
-            generator = torch.Generator(device).manual_seed(seed)
-            return dequantize(source.x.to(device), 8, generator) - 0.5
-
-        batches = Dequantized()
-        model = flow(trunk).to(device)
-        held_out = list(fixed(valid, 1).split(128))
-        x_test = fixed(test_set, 2)
-        test = list(x_test.split(256))
-
-        def loss(model: Any, given: Any) -> Tensor:
-            return -model.log_prob(given).mean()
-
-        task = Task(model, batches, Likelihood())
-        uses, ood, single = (
-            ("inversion", "sampling", "likelihood", "ood-inversion"),
-            ("uniform", "gaussian", "rademacher"),
-            True,
-        )
-        model.bijection.train()(torch.cat([batches(Draw(args.seed + 1, k))[0] for k in range(4)]))
+    subject = (Classifying if kind == "classifier" else Likely)(trunk, learning, valid, test_set, args)
+    model = subject.model
     with bilip_tf32():
-        seconds = fitted(task, args, steps, lr)
+        seconds = fitted(subject.task, args, subject.steps, subject.lr)
     model.eval()
-    print(f"{kind}: trained {steps} steps in {seconds:.0f} s", flush=True)
-
-    @torch.no_grad()
-    def quality(model: Any) -> dict[str, float]:
-        """Accuracy on all test images, or bits per dimension."""
-        if kind == "classifier":
-            right = [(model(x).argmax(1) == y).double().sum() for x, y in test]
-            return {"accuracy": float(torch.stack(right).sum()) / len(x_test), "images": len(x_test)}
-        some = test[: max(1, 2048 // len(test[0]))]
-        log_p = torch.cat([model.log_prob(x) for x in some]).double()
-        return {"bits_per_dim": float(8 - log_p.mean() / (x_test[0].numel() * math.log(2))), "images": len(log_p)}
-
-    def broken(model: Any) -> dict[str, dict[str, float]]:
-        sources = {"test": x_test[:1024]}
-        if kind == "glow":
-            low, high = float(x_test.min()), float(x_test.max())
-            generator = torch.Generator(device).manual_seed(5)
-            shape = (256, *x_test.shape[1:])
-            sources["uniform"] = low + (high - low) * torch.rand(shape, device=device, generator=generator)
-            sources["gaussian"] = float(x_test.mean()) + float(x_test.std()) * torch.randn(
-                shape, device=device, generator=generator
-            )
-            sources["rademacher"] = torch.where(torch.rand(shape, device=device, generator=generator) < 0.5, low, high)
-        found = {}
-        for name, x in sources.items():
-            error = trip(model, x)
-            finite = error[torch.isfinite(error)]
-            found[name] = {
-                "bad": float((error > WRONG).double().mean()),
-                "not_finite": float(torch.isinf(error).double().mean()),
-                "median": float(error.median()),
-                "largest_finite": float(finite.max()) if len(finite) else math.inf,
-            }
-        return found
+    print(f"{kind}: trained {subject.steps} steps in {seconds:.0f} s", flush=True)
 
     def measured(name: str, model: Any, **more: Any) -> dict[str, Any]:
-        row = {"what": name, **more, **quality(model), "sources": broken(model)}
+        row = {"what": name, **more, **subject.quality(model), "sources": broken(model, subject.sources())}
         print(json.dumps(to_plain(row))[:400], flush=True)
         return row
 
     rows = [measured("as trained", model)]
-    tune_steps = args.steps or (200 if kind == "classifier" else 600)
-    stream = Batches(batches, args.seed + 2, single)
-    common: dict[str, Any] = {"steps": tune_steps, "rate": args.rate or lr}
+    stream = Batches(subject.batches, args.seed + 2, subject.single)
+    common: dict[str, Any] = {"steps": subject.tune_steps, "rate": args.rate or subject.lr}
     result = bilip.cure(
         model,
-        {"test": x_test[:2560].cpu()},
-        uses=uses,
-        ood=ood,
-        loss=loss,
+        {"test": subject.x_test[:2560].cpu()},
+        uses=subject.uses,
+        ood=subject.ood,
+        loss=subject.loss,
         train=stream,
-        held_out=held_out,
+        held_out=subject.held_out,
         all_rungs=not args.first,
         others=kind == "glow",
         rungs=args.rungs.split(",") if args.rungs else None,
@@ -477,12 +504,16 @@ def big(args: argparse.Namespace, kind: str) -> None:
             )
         )
     control = copied(model)
-    tuning = Tuning(loss, lambda: iter(stream), held_out, "held-out images", tf32=device == "cuda", **common)
+    tuning = Tuning(
+        subject.loss, lambda: iter(stream), subject.held_out, "held-out images", tf32=device == "cuda", **common
+    )
     began = time.monotonic()
     tuned(control, tuning)
     rows.append(
         measured(
-            f"control: {tune_steps} more plain steps", control.model, repair_seconds=round(time.monotonic() - began, 1)
+            f"control: {subject.tune_steps} more plain steps",
+            control.model,
+            repair_seconds=round(time.monotonic() - began, 1),
         )
     )
     write(
@@ -492,13 +523,13 @@ def big(args: argparse.Namespace, kind: str) -> None:
             "model": {
                 **trunk_options,
                 "side": args.side,
-                "trained_steps": steps,
+                "trained_steps": subject.steps,
                 "training_images": len(learning),
                 "data": "CIFAR-10" if args.data else "random",
                 "training_seconds": round(seconds),
             },
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "uses": list(uses),
+            "uses": list(subject.uses),
             "status": result.status,
             "rung": None if result.chosen is None else result.chosen.rung,
             "done": result.done,

@@ -19,31 +19,26 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from _measure import in_turns, training_step, write
 from bilip.record import environment
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Reversible
-from reversible import capture, make_model, step_time
+from reversible import make_model
 
 
 def make(settings: dict, *, saving: bool, penalised: bool):
     model, x, labels = make_model(settings, settings["blocks"], settings["coupling"])
     trunk = Reversible(model.trunk) if saving else model.trunk
     penalty = FiniteDifference(weight=1e-4, scaling="original")
-    extra = {"capturable": True} if settings["device"] == "cuda" else {}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True, **extra)
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def loss() -> Tensor:
         z = trunk(x)
-        loss = nn.functional.cross_entropy(model.head(z), labels)
-        if penalised:
-            loss = loss + penalty(trunk, x, latent=(z, None), step=0)
-        loss.backward()
-        optimizer.step()
+        value = nn.functional.cross_entropy(model.head(z), labels)
+        return value + penalty(trunk, x, latent=(z, None), step=0) if penalised else value
 
-    return capture(step, optimizer) if settings["mode"] == "captured" else step
+    return training_step(loss, model.parameters(), settings["device"], settings["mode"])
 
 
 def main() -> None:
@@ -60,12 +55,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     settings = {**vars(args), "loss": "classifier"}
-    makers = {
-        "stored": lambda: make(settings, saving=False, penalised=False),
-        "reversible": lambda: make(settings, saving=True, penalised=False),
-        "with penalty": lambda: make(settings, saving=True, penalised=True),
+    steps = {
+        "stored": make(settings, saving=False, penalised=False),
+        "reversible": make(settings, saving=True, penalised=False),
+        "with penalty": make(settings, saving=True, penalised=True),
     }
-    times = step_time(makers, device=args.device, repeats=args.repeats)
+    times = in_turns(steps, device=args.device, repeats=args.repeats)
     middle = {name: statistics.median(values) for name, values in times.items()}
     plain, full, stored = middle["reversible"], middle["with penalty"], middle["stored"]
     overhead = {str(k): ((k - 1) * plain + full) / k / plain for k in (1, 5, 10)}
@@ -83,9 +78,7 @@ def main() -> None:
         "paper": {"1": 3.04, "5": 1.45, "10": 1.26},
     }
     print(json.dumps({k: document[k] for k in ("milliseconds", "overhead_over_reversible", "over_stored")}, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

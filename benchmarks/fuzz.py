@@ -491,6 +491,19 @@ model = good()
 class Command:
     """Command lines put together from words that are right, wrong and odd."""
 
+    ODD = ("", "-1", "0", "nan", "1e999", "x" * 5000, "a\nb", "\x1b[31m", "é", "=", "a=b", "=x.npy", ",", ",,",
+           "--", "-", "/dev/null", "/dev/zero", "pipe.npy", "nowhere/x", ".", "..", "words.txt", "saved", "run.json", "x.npy", "99999999999999999999", "True", "None", "~", "*")  # fmt: skip
+    MODELS = (
+        "fuzz_targets:good",
+        "fuzz_targets:bare",
+        "fuzz_targets:model",
+        "fuzz_targets:nothing",
+        "saved",
+        "fuzz_targets:",
+        ":",
+        "os:getcwd",
+    )
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "fuzz_targets.py").write_text(TARGETS)
@@ -526,50 +539,54 @@ class Command:
         return text if rng.random() < 0.8 else scrambled(text, rng)
 
     def _words(self, rng: random.Random) -> list[str]:
-        odd = ["", "-1", "0", "nan", "1e999", "x" * 5000, "a\nb", "\x1b[31m", "é", "=", "a=b", "=x.npy", ",", ",,",
-               "--", "-", "/dev/null", "/dev/zero", "pipe.npy", "nowhere/x", ".", "..", "words.txt", "saved", "run.json", "x.npy", "99999999999999999999", "True", "None", "~", "*"]  # fmt: skip
-        targets = [
-            "fuzz_targets:good",
-            "fuzz_targets:bare",
-            "fuzz_targets:model",
-            "fuzz_targets:nothing",
-            "saved",
-            "fuzz_targets:",
-            ":",
-            "os:getcwd",
-        ]
-
         def pick(*good: str) -> str:
-            return rng.choice(good) if rng.random() < 0.7 else rng.choice(odd)
+            return rng.choice(good) if rng.random() < 0.7 else rng.choice(self.ODD)
 
         verb = rng.choice(
             ["audit"] * 6
             + ["report", "report", "compare", "bounds", "bounds", "reproduce", "demo", "fly", "--version", ""]
         )
-        words = [verb]
-        if verb == "audit":
-            words += [pick(*targets), "--data", pick("x.npy", "x.npy", "a=x.npy", "b=saved")]
-            words += [
-                "--budget",
-                pick("quick"),
-                "--probes",
-                pick("reconstruction", "consistency", "reconstruction,log_det"),
-                "--time",
-                pick("3", "0.01"),
-            ]
-            for option, good in (
-                ("--ood", ("", "uniform", "uniform:2", "scaled:1e30", "gaussian,rademacher")),
-                ("--require", ("sampling", "likelihood")), ("--bits", ("8", "33")), ("--device", ("cpu", "meta", "cuda:99", "mps")),
-                ("--junit", ("j.xml", "nowhere/j.xml")), ("--summary", ("s.md",)), ("--not-measured", ("fail", "pass")),
-                ("--limit", ("relative=1e-3", "bad_share=0.1", "relativ=1")), ("--seed", ("0", "7")), ("--out", ("out.json", "nowhere/o.json")), ("--html", ("nowhere/o.html",)), ("--data", ("c=x.npy",)),
-            ):  # fmt: skip
-                if rng.random() < 0.3:
-                    words += [option, pick(*good)]
-        elif verb in ("report", "compare"):
+        words = [verb, *(self._audit(rng, pick) if verb == "audit" else self._others(verb, rng, pick))]
+        if rng.random() < 0.1:
+            words.insert(rng.randrange(len(words) + 1), rng.choice(self.ODD))
+        if rng.random() < 0.1:
+            del words[rng.randrange(len(words))]
+        words = [word.replace("\0", "") for word in words]
+        if words and words[0] == "demo" and "nowhere/d.html" not in words:  # that would be a whole demo
+            words = ["demo", "--budget", "none", "--html", "nowhere/d.html"]
+        if words and words[0] == "reproduce" and not set(words) & {"--list", "huge", "nothing", "words.txt", "moon"}:
+            words += ["--size", "huge"]
+        return words
+
+    def _audit(self, rng: random.Random, pick: Callable[..., str]) -> list[str]:
+        """What follows `audit`."""
+        words = [pick(*self.MODELS), "--data", pick("x.npy", "x.npy", "a=x.npy", "b=saved")]
+        words += [
+            "--budget",
+            pick("quick"),
+            "--probes",
+            pick("reconstruction", "consistency", "reconstruction,log_det"),
+            "--time",
+            pick("3", "0.01"),
+        ]
+        for option, good in (
+            ("--ood", ("", "uniform", "uniform:2", "scaled:1e30", "gaussian,rademacher")),
+            ("--require", ("sampling", "likelihood")), ("--bits", ("8", "33")), ("--device", ("cpu", "meta", "cuda:99", "mps")),
+            ("--junit", ("j.xml", "nowhere/j.xml")), ("--summary", ("s.md",)), ("--not-measured", ("fail", "pass")),
+            ("--limit", ("relative=1e-3", "bad_share=0.1", "relativ=1")), ("--seed", ("0", "7")), ("--out", ("out.json", "nowhere/o.json")), ("--html", ("nowhere/o.html",)), ("--data", ("c=x.npy",)),
+        ):  # fmt: skip
+            if rng.random() < 0.3:
+                words += [option, pick(*good)]
+        return words
+
+    def _others(self, verb: str, rng: random.Random, pick: Callable[..., str]) -> list[str]:
+        """What follows another verb."""
+        words: list[str] = []
+        if verb in ("report", "compare"):
             words += [pick("run.json")] + ([pick("run.json")] if verb == "compare" else [])
             words += rng.choice([[], ["--markdown"], ["--html", "nowhere/x.html"], ["--what"]])
         elif verb == "bounds":
-            words += [pick(*targets)]
+            words += [pick(*self.MODELS)]
             words += rng.choice(
                 [[], ["--box", pick("-4", "4"), pick("4", "-4", "inf")], ["--latent", pick("-1"), pick("1")]]
             )
@@ -579,15 +596,6 @@ class Command:
                                  ["coupling_depth", "--seeds", pick("a", "-1")], ["coupling_depth", "--out", "words.txt"], ["checkerboard", "--device", "moon"]])  # fmt: skip
         elif verb == "demo":
             words += ["--html", "nowhere/d.html"]
-        if rng.random() < 0.1:
-            words.insert(rng.randrange(len(words) + 1), rng.choice(odd))
-        if rng.random() < 0.1:
-            del words[rng.randrange(len(words))]
-        words = [word.replace("\0", "") for word in words]
-        if words and words[0] == "demo" and "nowhere/d.html" not in words:  # that would be a whole demo
-            words = ["demo", "--budget", "none", "--html", "nowhere/d.html"]
-        if words and words[0] == "reproduce" and not set(words) & {"--list", "huge", "nothing", "words.txt", "moon"}:
-            words += ["--size", "huge"]
         return words
 
 

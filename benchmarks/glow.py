@@ -12,10 +12,8 @@ allocates beyond model and data in one forward and backward pass, without the gr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import bilip
-from bilip.record import environment
-from reversible import Meter, capture, release
+from _measure import Meter, about, in_turns, release, training_step, write
 
 SHAPE, LEVELS = (3, 32, 32), 3
 Loss = Callable[[], Tensor]
@@ -78,15 +75,7 @@ def make(contender: str, blocks: int, args: argparse.Namespace) -> tuple[nn.Modu
 
 def make_step(contender: str, mode: str, args: argparse.Namespace) -> Callable[[], None]:
     model, loss = make(contender, args.blocks, args)
-    graph = {"capturable": True} if args.device == "cuda" else {}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True, **graph)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss().backward()
-        optimizer.step()
-
-    return capture(step, optimizer) if mode == "captured" else step
+    return training_step(loss, model.parameters(), args.device, mode)
 
 
 def memory(contender: str, blocks: int, args: argparse.Namespace) -> dict[str, int]:
@@ -104,22 +93,6 @@ def memory(contender: str, blocks: int, args: argparse.Namespace) -> dict[str, i
     return {"peak": peak, "activations": peak - gradients}
 
 
-def times(steps: dict[str, Callable[[], None]], args: argparse.Namespace) -> dict[str, list[float]]:
-    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in track(range(-args.warmup, args.repeats), "steps"):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            wait()
-            begin = time.perf_counter()
-            steps[name]()
-            wait()
-            if turn >= 0:
-                found[name].append((time.perf_counter() - begin) * 1e3)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("blocks", 32), ("hidden", 512), ("batch", 64), ("repeats", 10), ("warmup", 2), ("seed", 0)):
@@ -130,11 +103,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
-    about = environment() | ({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {})
     report: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "environment": about,
+        "environment": about(args.device),
         "precision": "float32, TF32 off",
         "memory": {},
     }
@@ -146,7 +118,8 @@ def main() -> None:
     modes = ("eager", "captured") if args.device == "cuda" else ("eager",)
     steps = {f"{name} {mode}": make_step(name, mode, args) for name in ("stored", "reversible") for mode in modes}
     steps["normflows eager"] = make_step("normflows", "eager", args)
-    found = times(steps, args)
+    shown = partial(track, description="steps")
+    found = in_turns(steps, device=args.device, repeats=args.repeats, warmup=args.warmup, shown=shown)
     best = found["stored captured"] if "stored captured" in found else found["stored eager"]
     report["time"] = {
         name: {
@@ -156,9 +129,7 @@ def main() -> None:
         }
         for name, each in found.items()
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(args.out, report)
     for name, row in report["time"].items():
         print(f"{name:22}{row['median_ms']:10.1f} ms {row['over_stored']:6.2f}x of stored")
     for name, rows in report["memory"].items():

@@ -9,7 +9,6 @@ kernels. Graphs may run kernels side by side, so that the sum over kernels can e
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -18,8 +17,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bilip.record import environment
-from reversible import make_step, prepare, release
+from _measure import about, release, write
+from reversible import make_step, prepare
 
 CONTENDERS = ("stored", "checkpoint", "bare", "reversible")
 KINDS = {
@@ -76,7 +75,7 @@ def main() -> None:
     document = {
         "question": "where does the time of a captured step go?",
         "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
-        "environment": environment() | {"gpu": torch.cuda.get_device_name()},
+        "environment": about("cuda"),
         "precision": "float32, TF32 off",
         "seed": args.seed,
         "contenders": {},
@@ -85,9 +84,7 @@ def main() -> None:
         document["contenders"][contender] = found = measure(settings, contender)
         print(f"{contender:12}{found['milliseconds']:8.2f} ms")
         release("cuda")
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, document)
 
 
 if __name__ == "__main__":

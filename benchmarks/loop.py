@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
+from _measure import about, wait, write
 from bilip.data import ImageBatches, Images
 from bilip.models import Classifier, classifier, glow
 from bilip.objectives import Classification
-from bilip.record import environment
 from bilip.reversible import Reversible
 from bilip.training import Settings, Task, run, train
 from bilip.training.step import CapturedStep
@@ -107,11 +107,6 @@ def bare(captured: CapturedStep | None, model: Classifier, batches: ImageBatches
     return (time.perf_counter() - started) / (args.steps - FIRST)
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -124,14 +119,12 @@ def main() -> None:
     document = {
         "question": "what does the training loop add to its steps?",
         "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
-        "environment": environment() | ({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}),
+        "environment": about(args.device),
         "runs": runs,
         "reversible_over_stored": [round(one["reversible"]["loop_ms"] / one["stored"]["loop_ms"], 4) for one in runs],
     }
     print(json.dumps(document, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from _measure import in_turns, wait, write
 from bilip import Chain, Reversible
 from bilip.blocks import Bijection, Residual, inverting
 from bilip.models import glow, residual_flow
@@ -106,6 +109,52 @@ def saved_bytes(work: Callable[[], object]) -> int:
     return sum(seen.values())
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to compute gradients: what gives the latent, the chain with the parameters, and the tolerance of its inverses."""
+
+    model: Callable[[Tensor], Tensor]
+    chain: Chain
+    tolerance: float | None = None
+
+    def gradient(self, x: Tensor) -> list[Tensor]:
+        with nullcontext() if self.tolerance is None else inverting(self.chain, tolerance=self.tolerance):
+            return gradient(self.model, self.chain, x)
+
+    def measured(self, x: Tensor, device: str) -> dict[str, float | None]:
+        """How far its gradient is from the stored one, and what it keeps."""
+        exact = gradient(self.chain, self.chain, x)
+        wait(device)
+        before = 0
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        found = self.gradient(x)
+        wait(device)
+        weights = sum(p.numel() * p.element_size() for p in self.chain.parameters())
+        return {
+            "angle_to_stored_rad": float(angle(found, exact)),
+            "saved_MiB": saved_bytes(lambda: self.model(x)) / 2**20,
+            "of_which_weights_up_to_MiB": weights / 2**20,
+            "peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20 if device == "cuda" else None,
+        }
+
+
+@torch.no_grad()
+def evaluations(chain: Chain, x: Tensor, tolerance: float | None) -> float:
+    """Evaluations of a residual branch for its inverse, the most that a sample took, in the mean over the blocks."""
+    state, counts = chain(x), []
+    for block in reversed(list(chain)):
+        if isinstance(block, Residual):
+            solution = block.solve(state, tolerance=tolerance)
+            counts.append(int(solution.evaluations.max()))
+            state = solution.x
+        else:
+            state = block.inverse(state)
+    return statistics.fmean(counts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -126,71 +175,22 @@ def main() -> None:
     with torch.no_grad():
         for chain in (residual, coupled):
             chain.train()(x)  # starts ActNorm
-    ways: dict[str, tuple[Callable[[Tensor], Tensor], Chain]] = {
-        "stored": (residual, residual),
-        "kept inputs": (Reversible(residual), residual),
-        "inverted": (by_inverse(residual), residual),
-        "inverted loosely": (by_inverse(residual), residual),
-        "couplings, stored": (coupled, coupled),
-        "couplings, reversible": (Reversible(coupled), coupled),
+    ways = {
+        "stored": Way(residual, residual),
+        "kept inputs": Way(Reversible(residual), residual),
+        "inverted": Way(by_inverse(residual), residual),
+        "inverted loosely": Way(by_inverse(residual), residual, LOOSE),
+        "couplings, stored": Way(coupled, coupled),
+        "couplings, reversible": Way(Reversible(coupled), coupled),
     }
-
-    def run(name: str) -> list[Tensor]:
-        model, chain = ways[name]
-        if name == "inverted loosely":
-            with inverting(residual, tolerance=LOOSE):
-                return gradient(model, chain, x)
-        return gradient(model, chain, x)
-
-    def wait() -> None:
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-
-    rows: dict[str, dict] = {}
-    for name, (model, chain) in ways.items():
-        exact = gradient(chain, chain, x)
-        wait()
-        before = 0
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        found = run(name)
-        wait()
-        weights = sum(p.numel() * p.element_size() for p in chain.parameters())
-        rows[name] = {
-            "angle_to_stored_rad": float(angle(found, exact)),
-            "saved_MiB": saved_bytes(lambda model=model: model(x)) / 2**20,
-            "of_which_weights_up_to_MiB": weights / 2**20,
-            "peak_MiB": (torch.cuda.max_memory_allocated() - before) / 2**20 if args.device == "cuda" else None,
-        }
-    with torch.no_grad():
-        z = residual(x)
-        evaluations = {}
-        for name, tolerance in (("inverted", None), ("inverted loosely", LOOSE)):
-            state, counts = z, []
-            for block in reversed(list(residual)):
-                if isinstance(block, Residual):
-                    solution = block.solve(state, tolerance=tolerance)
-                    counts.append(int(solution.evaluations.max()))
-                    state = solution.x
-                else:
-                    state = block.inverse(state)
-            evaluations[name] = statistics.fmean(counts)
-            rows[name]["evaluations_of_a_branch_for_its_inverse"] = evaluations[name]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
-    for k in range(args.repeats + 1):
-        for name in order[k % len(order) :] + order[: k % len(order)]:
-            wait()
-            begin = time.perf_counter()
-            run(name)
-            wait()
-            if k:
-                times[name].append(time.perf_counter() - begin)
+    rows: dict[str, dict] = {name: way.measured(x, args.device) for name, way in ways.items()}
+    for name, tolerance in (("inverted", None), ("inverted loosely", LOOSE)):
+        rows[name]["evaluations_of_a_branch_for_its_inverse"] = evaluations(residual, x, tolerance)
+    steps = {name: partial(way.gradient, x) for name, way in ways.items()}
+    times = in_turns(steps, device=args.device, repeats=args.repeats, warmup=1)
     for name in ways:
         base = "couplings, stored" if name.startswith("couplings") else "stored"
-        rows[name]["median_ms"] = 1e3 * statistics.median(times[name])
+        rows[name]["median_ms"] = statistics.median(times[name])
         rows[name]["times_stored"] = statistics.median(times[name]) / statistics.median(times[base])
         print(name, json.dumps(rows[name]), flush=True)
     document = {
@@ -202,9 +202,7 @@ def main() -> None:
         "environment": environment() | {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"},
         "ways": rows,
     }
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

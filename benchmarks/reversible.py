@@ -26,16 +26,12 @@ these are resident bytes of the process, so that libraries and the allocator add
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -46,9 +42,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from _measure import Meter, about, in_turns, release, training_step, write
 from bilip.blocks import Bijection, Chain, Squeeze
 from bilip.models import Classifier, classifier, glow
-from bilip.record import environment
 from bilip.reversible import Reversible, angle
 
 SHAPE, LEVELS = (3, 32, 32), 3
@@ -168,98 +164,15 @@ def make_loss(settings: Mapping[str, Any], contender: str, blocks: int, coupling
 def make_step(settings: Mapping[str, Any], contender: str, blocks: int, coupling: str, mode: str) -> Callable[[], None]:
     """A whole training step."""
     model, loss, _ = make_loss(settings, contender, blocks, coupling)
-    capturable = {"capturable": True} if settings["device"] == "cuda" else {}
     parameters = [p for p in model.parameters() if settings["loss"] != "flow" or not _in_head(model, p)]
-    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True, **capturable)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss().backward()
-        optimizer.step()
-
-    return capture(step, optimizer) if mode == "captured" else step
+    return training_step(loss, parameters, settings["device"], mode)
 
 
 def _in_head(model: Classifier, parameter: Tensor) -> bool:
     return any(parameter is p for p in model.head.parameters())
 
 
-def capture(step: Callable[[], None], optimizer: torch.optim.Optimizer, *, warmup: int = 3) -> Callable[[], None]:
-    """The step as one CUDA graph; its inputs are static buffers."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmup):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> None:
-        graph.replay()
-
-    replay.keep = step  # type: ignore[attr-defined]  # the tensors of the graph live as long as it
-    return replay
-
-
-def step_time(
-    makers: Mapping[str, Callable[[], Callable[[], object]]], *, device: str, repeats: int, warmup: int = 3
-) -> dict[str, list[float]]:
-    """Milliseconds of each repetition of each step; `makers` build the steps. In every repetition each runs once, in rotating
-    order, so that a slow moment of the machine falls on all of them.
-    """
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    steps = {name: make() for name, make in makers.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(-warmup, repeats):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            wait()
-            begin = time.perf_counter()
-            steps[name]()
-            wait()
-            if turn >= 0:
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    return times
-
-
-def release(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    elif platform.system() == "Linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 # ---- memory
-
-
-class Meter:
-    """Bytes in use, and their peak since the last reset: of torch on CUDA, of the process on the CPU."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def now(self) -> int:
-        return torch.cuda.memory_allocated() if self.device == "cuda" else self._status("VmRSS")
-
-    def reset(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.device == "cuda" else self._status("VmHWM")
-
-    @staticmethod
-    def _status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 def measure_memory(settings: Mapping[str, Any], contender: str, blocks: int, coupling: str) -> dict[str, int]:
@@ -363,9 +276,9 @@ def measure(settings: Mapping[str, Any], blocks: int, coupling: str, contenders:
     row["time"] = {}
     for mode in settings["modes"]:
         names = capturable if mode == "captured" else contenders
-        makers = {name: partial(make_step, settings, name, blocks, coupling, mode) for name in names}
-        times = step_time(makers, device=settings["device"], repeats=settings["repeats"], warmup=settings["warmup"])
-        del makers
+        steps = {name: make_step(settings, name, blocks, coupling, mode) for name in names}
+        times = in_turns(steps, device=settings["device"], repeats=settings["repeats"], warmup=settings["warmup"])
+        del steps
         release(settings["device"])
         row["time"][mode] = {
             name: {
@@ -425,7 +338,7 @@ def main() -> None:
     report = {
         "command": "python benchmarks/reversible.py " + " ".join(map(option, settings, settings.values())).strip(),
         "settings": settings,
-        "environment": environment() | ({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}),
+        "environment": about(args.device),
         "precision": "float32, TF32 " + ("on" if args.tf32 else "off"),
         "results": [],
     }
@@ -434,9 +347,7 @@ def main() -> None:
             row = measure(settings, blocks, coupling, contenders, capturable)
             report["results"].append(row)
             show(row)
-            if args.out:  # after every row: a run that is cut short keeps what it has
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+            write(args.out, report)  # after every row: a run that is cut short keeps what it has
 
 
 def option(name: str, value: Any) -> str:

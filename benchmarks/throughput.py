@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from _measure import in_turns, write
 from bilip.models import glow
 from bilip.nets import ConvNet
 
@@ -177,27 +176,10 @@ def work_of(contestant: Contestant, task: str, x: Tensor) -> Callable[[], object
     return torch.no_grad()(lambda: act(given))
 
 
-def timed(work: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return (time.perf_counter() - begin) * 1e3
-
-
 def measure(contestants: dict[str, Contestant], task: str, x: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Median times, and bilip's time over each."""
     works = {name: work_of(contestant, task, x) for name, contestant in contestants.items()}
-    times: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
-    for turn in range(-args.warmup, args.repeats):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            ms = timed(works[name], args.device)
-            if turn >= 0:
-                times[name].append(ms)
+    times = in_turns(works, device=args.device, repeats=args.repeats, warmup=args.warmup)
     ours = {name: times[REFERENCE.get(name, "bilip")] for name in times}
     return {
         name: {
@@ -261,9 +243,7 @@ def main() -> None:
         "models": {name: describe(name, contestant, x) for name, contestant in contestants.items()},
         "results": {task: measure(contestants, task, x, args) for task in TASKS},
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(args.out, report)
     show(report)
 
 

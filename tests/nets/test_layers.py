@@ -365,6 +365,54 @@ def test_statistics_that_are_not_numbers():
         log_lipschitz(layer)
 
 
+def test_norms_and_images_are_computed_once_for_all_statements_about_a_coupling(monkeypatch):
+    from bilip.models import glow
+    from bilip.nets import certify, read
+
+    torch.manual_seed(0)
+    model = glow((3, 8, 8), levels=2, blocks=1, hidden=8)
+    with torch.no_grad():
+        model(torch.rand(16, 3, 8, 8))
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    box, other = Box(0.0, 1.0, shape=(3, 8, 8)), Box(-1.0, 1.0, shape=(3, 8, 8))
+    plain_norm, plain_image, norms, images = read.conv_norm, certify._ball_and_interval, [], []
+    monkeypatch.setattr(read, "conv_norm", lambda w, **o: norms.append(w) or plain_norm(w, **o))
+    monkeypatch.setattr(certify, "_ball_and_interval", lambda *a: images.append(a) or plain_image(*a))
+    with certify.remembering():
+        found = [model.bounds(box), model.bounds(other), model.bounds(box)]
+    # Two couplings with a convolution of 3x3 before and after: once whole and once for each half of the outputs.
+    assert len(norms) == 2 * 4
+    assert len({tuple(w.shape) for w in norms}) < len(norms)
+    assert len(images) == 2 * 2 * 3  # on two boxes for each question
+    # Asked alone the numbers are the same, bit for bit.
+    for asked, kept in zip((box, other, box), found, strict=True):
+        alone = model.bounds(asked)
+        assert (alone.log_forward, alone.log_inverse) == (kept.log_forward, kept.log_inverse)
+    coupling = next(part for part in model.modules() if type(part).__name__ == "AffineCoupling")
+    inside = Box(-0.5, 0.5, shape=(12, 4, 4))
+    statements = ("log_lip", "log_lip_inverse", "log_lip_inverse_on_image")
+    bare = [getattr(coupling, name)(inside) for name in statements]  # nothing is remembered here
+    with certify.remembering():
+        assert [getattr(coupling, name)(inside) for name in statements] == bare
+        image = coupling.interval(inside)
+    assert torch.equal(image.low, coupling.interval(inside).low)
+
+
+def test_the_last_layer_is_asked_for_each_part_of_its_outputs():
+    from bilip.nets import certify
+
+    torch.manual_seed(0)
+    net = MLP(3, 4, hidden=(8,)).double()
+    with torch.no_grad():
+        net.layers[-1].weight[2:] *= 100
+    parts = [None, slice(0, 2), slice(2, 4)]
+    bare = [log_lipschitz(net, outputs=part) for part in parts]
+    with certify.remembering():
+        assert [log_lipschitz(net, outputs=part) for part in parts] == bare
+    assert bare[1] < bare[2] - 2
+
+
 @pytest.mark.numeric
 def test_a_module_used_twice_counts_twice():
     layer = nn.Linear(1, 1, bias=False)

@@ -11,6 +11,7 @@ from bilip.errors import CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, cifar10_classifier, gradient_angles, regularizer_timing, reproduce
 from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
 from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
+from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log, read_state, run
@@ -161,7 +162,7 @@ def test_actnorms_start_from_so_many_augmented_images(tiny, data, tmp_path):
     seen = []
     trunk = model.trunk
     trunk.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    cifar10_classifier.start_actnorms(model, train, tiny, 0)
+    start_actnorms(cifar10_classifier.trunk_of(model), train, tiny, 0)
     assert seen[0].shape == (16, 3, 8, 8)
     z = trunk[1](trunk[0](seen[0]))  # the first ActNorm
     assert z.mean(dim=(0, 2, 3)).abs().max() < 1e-5

@@ -221,9 +221,9 @@ def test_the_samples_of_the_worst_look_are_kept(tiny, data, tmp_path):
 def test_batches_are_cells_of_five_bits(tiny, data, tmp_path):
     faces, facts = face_flows.load(tiny, Work(tmp_path, data=data))
     assert facts == {"images": 24, "test_images": 12, "of": 202_599}
-    (x,) = faces(Draw(0, 1))
+    (x,) = faces.batches(Draw(0, 1))
     assert x.shape == (8, 3, 8, 8)
-    assert x.equal(faces(Draw(0, 1))[0])
+    assert x.equal(faces.batches(Draw(0, 1))[0])
     assert (faces.first("train", 5) * 32).floor().equal(faces.levels("train", 5).float())
     with pytest.raises(CheckpointError, match="begun with other data"):
         face_flows.load(face_flows.replace(tiny, images=16), Work(tmp_path, data=data))

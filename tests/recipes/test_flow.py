@@ -16,6 +16,7 @@ from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
 from bilip.recipes.flow_runs import SETS, SOURCES, Run, flow_lines, percent
+from bilip.recipes.images import skipped_steps
 from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
@@ -446,9 +447,9 @@ def test_pictures_show_the_worst_first():
 
 
 def test_skipped_steps_are_counted_from_the_log():
-    log = {"step": [10.0, 20.0, 25.0], "skipped": [0.0, 0.3, 0.2]}
-    assert cifar10_flow.skipped_steps(log) == 4
-    assert cifar10_flow.skipped_steps({}) == 0
+    log = {"train_step": [10.0, 20.0, 25.0], "train_skipped": [0.0, 0.3, 0.2]}
+    assert skipped_steps(log) == 4
+    assert skipped_steps({}) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from bilip import Flow
 from bilip.errors import CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, flow_gan, reproduce, sample_quality
-from bilip.recipes.cifar10_flow import Dequantized, shrunk_to
 from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, Run, exploded, gan_lines, make_model
+from bilip.recipes.images import Dequantized, shrunk
 from bilip.recipes.recipe import Work
 from bilip.recipes.sample_quality import (
     FeatureNet,
@@ -73,10 +73,10 @@ def measured(data, tmp_path_factory):
 
 @pytest.fixture
 def batches(data):
-    images = shrunk_to(flow_gan.image_set("cifar10", "train", data), 48, 8)
+    images = shrunk(flow_gan.image_set("cifar10", "train", data), 48, 8)
 
     def of(model):
-        return Batches(Dequantized(images, CONFIG, "cpu"), model, CONFIG, "cpu")
+        return Batches(Dequantized.centred(images, CONFIG, "cpu"), model, CONFIG, "cpu")
 
     return of
 

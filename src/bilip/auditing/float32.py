@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import backends
 
-__all__ = ["float32_products", "uses_tf32"]
+__all__ = ["float32_products", "switches", "uses_tf32"]
 
 
 @contextlib.contextmanager
@@ -60,6 +60,20 @@ def uses_tf32() -> bool:
     if _readable(lambda: backends.cudnn.allow_tf32):
         return True
     return any(leaf.fp32_precision == "tf32" for leaf in _leaves("tf32"))
+
+
+def switches() -> tuple[Any, ...]:
+    """How torch's switches for float32 products stand, all that can be read.
+
+    Example:
+        >>> with float32_products():
+        ...     full = switches()
+        >>> with float32_products("tf32"):
+        ...     switches() == full
+        False
+    """
+    old = _readable(torch.get_float32_matmul_precision), _readable(lambda: backends.cudnn.allow_tf32)
+    return (*old, *(leaf.fp32_precision for leaf in _leaves("tf32")))
 
 
 def _leaves(kind: str) -> list[Any]:

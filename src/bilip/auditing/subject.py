@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import re
 import traceback
@@ -16,12 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import Replayed, can_record, dtype_name, half_digits, has_room
 from bilip.adapters import Adapted, Base, adapt
+from bilip.auditing.float32 import switches
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
 from bilip.linalg.linearized import Linearized
+from bilip.nets.spectral import held_layers
 
 __all__ = ["ENDED", "Outcome", "Subject", "run_guarded"]
+
+_OFTEN = 64  # rows from which on a batch is one of many
 
 
 class Subject:
@@ -30,6 +36,7 @@ class Subject:
     Args:
         adapted: What `bilip.adapters.adapt` gave for the model.
         name: Name for reports.
+        copied: Whether it is a copy in another dtype, which runs without the user's autocast.
 
     Attributes:
         bijection: The map F from data to latents.
@@ -44,13 +51,16 @@ class Subject:
         (torch.float32, 2, torch.Size([3, 2]))
     """
 
-    def __init__(self, adapted: Adapted, name: str) -> None:
+    def __init__(self, adapted: Adapted, name: str, *, copied: bool = False) -> None:
         self.bijection: Bijection = adapted.bijection
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
-        self._twins: dict[torch.dtype, Subject | str] = {}
-        self.copied = False
+        self._copies: dict[torch.dtype, Subject | str] = {}
+        self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
+        self._recorded: dict[Any, Replayed] | None = (
+            None  # calls that are repeated, while nothing about the model changes
+        )
         self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
     @classmethod
@@ -66,7 +76,7 @@ class Subject:
         return subject
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": {}, "tick": _nothing}
+        return {**self.__dict__, "_copies": {}, "_recorded": None, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,7 +107,7 @@ class Subject:
 
         What a user can bear does not shrink when a model is converted to float64.
         """
-        return math.sqrt(max(self.eps, torch.finfo(torch.float32).eps))
+        return max(half_digits(self.dtype), half_digits(torch.float32))
 
     @property
     def parts(self) -> list[tuple[str, Bijection]]:
@@ -148,7 +158,53 @@ class Subject:
             return call(x, context)
 
         with self.arithmetic():
+            often = self._often(call, x, context)
+            if often is not None:
+                self.tick()
+                try:
+                    return Outcome(often(x), torch.zeros(len(x), dtype=torch.bool, device=x.device))
+                except Exception:  # find out by which samples
+                    often.failed = "the model raised"
             return run_guarded(timed, x.clone(), context)
+
+    def _often(self, call: Call, x: Tensor, context: Tensor | None) -> Replayed | None:
+        """The call as one that is repeated on a GPU; `None` where it is not, or cannot be."""
+        if self._recorded is None or context is not None or len(x) < _OFTEN or not can_record(x):
+            return None
+        if (
+            torch.is_autocast_enabled(x.device.type)
+            or not self.recordable
+            or getattr(call, "__self__", None) is not self.bijection
+        ):
+            return None
+        key = (call.__name__, x.shape, x.dtype, switches())
+        if key not in self._recorded:
+            if not has_room(x):
+                return None
+            self._recorded[key] = Replayed(lambda y: _tuple(call(y.clone(), None)))
+        return self._recorded[key]
+
+    @functools.cached_property
+    def recordable(self) -> bool:
+        """Whether calls can be recorded on a GPU and replayed: a recording repeats every choice that Python made.
+
+        So that there are none, all blocks have to be bilip's own with closed inverses, and no layer may be held by norms that are
+        looked at.
+        """
+        own = all(type(part).__module__.startswith("bilip.blocks.") for _, part in self.parts)
+        return own and self.bijection.closed_form and not held_layers(self.bijection)
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, nothing about the model changes: on a GPU the launches of calls on large batches are recorded and replayed."""
+        everyone = [self, *(one for one in self._copies.values() if isinstance(one, Subject))]
+        for one in everyone:
+            one._recorded = {}
+        try:
+            yield
+        finally:
+            for one in (self, *(one for one in self._copies.values() if isinstance(one, Subject))):
+                one._recorded = None
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -172,21 +228,27 @@ class Subject:
         Raises:
             NotMeasured: The model cannot be copied or converted.
         """
-        found = self._twins.get(dtype)
+        found = self._copies.get(dtype)
         if found is None:
             try:
                 bijection = (
                     copy.deepcopy(self.bijection, deepcopy_memo(self.bijection)).to(dtype).eval().requires_grad_(False)
                 )
-                found = Subject(Adapted(bijection, self.base_in(dtype, bijection), self.library), self.name)
-                found.copied = True
+                adapted = Adapted(bijection, self.base_in(dtype, bijection), self.library)
+                found = Subject(adapted, self.name, copied=True)
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
-                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({said_by(error)})"
-            self._twins[dtype] = found
+                found = f"the model cannot be copied in {dtype_name(dtype)} ({said_by(error)})"
+            self._copies[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
         found.tick = self.tick
+        if self._recorded is not None and found._recorded is None:
+            found._recorded = {}
         return found
+
+    def forget_copies(self) -> None:
+        """Copies are made anew from then on: of a model that has been trained further, say."""
+        self._copies.clear()
 
     def linearized(
         self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: Linearized | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,20 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def take(self, rows: Tensor | slice) -> Batch:
+        """Some of the samples with their contexts, by a mask, by indices or by a slice; `start` stays."""
+        return Batch(self.x[rows], None if self.context is None else self.context[rows], self.start)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """All samples of some batches, one batch or more, as one that starts at 0."""
+        contexts = [batch.context for batch in batches if batch.context is not None]
+        return cls(torch.cat([batch.x for batch in batches]), torch.cat(contexts) if contexts else None, 0)
+
+    def cpu(self) -> Batch:
+        """The same on the CPU."""
+        return Batch(self.x.cpu(), None if self.context is None else self.context.cpu(), self.start)
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,19 @@ def log_lipschitz(net: nn.Module, shape: Shape | None = None, outputs: slice | N
     memo = _MEMO.get()
     if memo is None:
         return _log_lipschitz(net, shape, outputs)
-    key = (id(net), shape, None if outputs is None else (outputs.start, outputs.stop))
+    key = (id(net), shape, _ends(outputs))
     if key not in memo:
         memo[key] = (net, _log_lipschitz(net, shape, outputs))  # holding the net keeps its id from being used again
     return memo[key][1]
 
 
+def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
+    return None if part is None else (part.start, part.stop)
+
+
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """Within this context no norm is computed twice; parameters must not change meanwhile."""
+    """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile."""
     token = _MEMO.set({} if _MEMO.get() is None else _MEMO.get())
     try:
         yield
@@ -66,11 +70,23 @@ def remembering() -> Iterator[None]:
 
 def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
     readings, columns = _read(net)
-    total = 0.0
-    for index, reading in enumerate(readings):
-        rows = outputs if index == len(readings) - 1 else None
-        total = log_product(total, reading.log_lipschitz(shape, rows, columns if index == 0 else None))
-        shape = reading.out_shape(shape)
+    memo, total = _MEMO.get(), 0.0
+    for index, (layer, reading) in enumerate(zip(_layers(net), readings, strict=True)):
+        rows, inputs = outputs if index == len(readings) - 1 else None, columns if index == 0 else None
+        key = (
+            "layer",
+            id(layer),
+            shape,
+            _ends(rows),
+            _ends(inputs),
+        )  # all but the last serve every part of the outputs
+        if memo is None or key not in memo:
+            found = layer, reading.log_lipschitz(shape, rows, inputs), reading.out_shape(shape)
+            if memo is not None:
+                memo[key] = found
+        else:
+            found = memo[key]
+        total, shape = log_product(total, found[1]), found[2]
     return total
 
 
@@ -156,6 +172,26 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
 
 def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     r"""The intersection of the interval image and the ball of radius $\mathrm{Lip} \cdot |\text{radius}|_2$ around the centre's image."""
+    memo = _MEMO.get()
+    if memo is None:
+        return _ball_and_interval(net, box, context)
+    known = memo.setdefault(
+        ("image", id(net)), []
+    )  # of the last two boxes: a block asks for both of them once for each statement
+    for _, old, given, image in known:
+        if _same(old, box) and _same(given, context):
+            return image
+    known[:] = [*known[-1:], (net, box, context, _ball_and_interval(net, box, context))]
+    return known[-1][3]
+
+
+def _same(a: Box | None, b: Box | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (torch.equal(a.low, b.low) and torch.equal(a.high, b.high))
+
+
+def _ball_and_interval(net: nn.Module, box: Box, context: Box | None) -> Box:
     image = enclose(net, box, context)
     if not (box.is_bounded and box.shape) or image.shape == ():
         return image

@@ -98,6 +98,11 @@ class Affine:
     slack: float = 0.0
 
     @property
+    def _device(self) -> torch.device | None:
+        """Where the layer itself is; what is read of it is on the CPU."""
+        return getattr(getattr(self.conv, "weight", None), "device", None)
+
+    @property
     def terms(self) -> int:
         """How many products are added up for one output."""
         return math.prod(self.weight.shape[1:])
@@ -140,7 +145,8 @@ class Affine:
         size = None if shape is None or len(shape) != weight.ndim - 1 else shape[1:]
         if mode in ("reflect", "replicate"):  # padded before, and without padding of its own
             size, mode = None, "zeros"
-        return log_of(conv_norm(weight, size=size, padding_mode=mode, stride=stride, dilation=dilation, groups=groups))
+        options = {"stride": stride, "dilation": dilation, "groups": groups}
+        return log_of(conv_norm(weight, size=size, padding_mode=mode, device=self._device, **options))
 
     def apply(self, box: Box) -> Box:
         """The interval image, in centre-radius form, widened by the rounding of both."""

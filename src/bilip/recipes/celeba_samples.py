@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bilip.recipes import dequantization_attack, figures
-from bilip.recipes.face_flows import TITLES, Config
+from bilip.recipes.face_flows import TITLES, Config, runs_of
 from bilip.recipes.flow_runs import percent
 from bilip.recipes.parts import taken
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
@@ -68,17 +68,7 @@ class CelebaSamples(Recipe):
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []
-        for part, title in TITLES.items():
-            several = [parts[part] for parts in found.values() if part in parts]
-            if not several:
-                continue
-            name = f"{title}, {several[0].numbers['steps']:,} steps"
-            lines += [
-                Line(f"{name}: training", "", m.numbers["diverged"], key=True) for m in several if m.numbers["diverged"]
-            ]
-            good = [m for m in several if not m.numbers["diverged"]]
-            if not good:
-                continue
+        for part, name, good in runs_of(found, lines):
             samples = [m.numbers["samples"] for m in good]
             ours = list(map(_lost, samples))
             what = f"{name}: samples that are not finite, of {samples[0]['count']}"
@@ -93,11 +83,7 @@ class CelebaSamples(Recipe):
         panels: dict[str, dict[str, Any]] = {}
         for what, panel in {"test_bits": "test bits/dimension", "samples_lost": "share of samples not finite"}.items():
             curves = {
-                TITLES[part]: [
-                    (parts[part].arrays["log_step"].tolist(), parts[part].arrays[f"log_{what}"].tolist())
-                    for parts in found.values()
-                    if part in parts
-                ]
+                TITLES[part]: [parts[part].curve(what) for parts in found.values() if part in parts]
                 for part in TITLES
                 if any(part in parts for parts in found.values())
             }

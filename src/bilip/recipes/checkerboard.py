@@ -24,7 +24,7 @@ from bilip.probes import Attack
 from bilip.recipes import figures
 from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
-from bilip.training import Task, load_weights, read_log, read_state
+from bilip.training import Task, load_weights, read_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,9 +172,10 @@ class CheckerboardFlows(Recipe):
         if trained.best_step:  # there is none if no test loss was finite
             load_weights(flow, read_state(trained.folder / "best.safetensors")[0])
         numbers["best"] = {"step": trained.best_step, **measure(flow, held_out, config)[0]}
-        log = read_log(work.folder, "evaluation")
-        numbers["evaluations_lost"] = sum(share > 0 for share in log["lost_outside"]), len(log["step"])
-        return Measured(numbers, arrays | {f"log_{name}": np.array(values) for name, values in log.items()})
+        logs = work.evaluations()
+        lost = logs["log_lost_outside"].tolist()
+        numbers["evaluations_lost"] = sum(share > 0 for share in lost), len(lost)
+        return Measured(numbers, arrays | logs)
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return checkerboard_lines(found, self.paper()["in_short"])
@@ -187,13 +188,8 @@ class CheckerboardFlows(Recipe):
         scatter: dict[str, list[Any]] = {"data": [("data", data)]}
         scatter |= {TITLES[part]: [("samples", m.arrays["samples"])] for part, m in parts.items()}
         curves = {
-            label: {
-                title: [
-                    (m.arrays["log_step"].tolist(), m.arrays[name].tolist()) for m in (found[s][part] for s in found)
-                ]
-                for part, title in TITLES.items()
-            }
-            for name, label in (("log_lost_outside", "share lost outside"), ("log_test_loss", "test loss (nats)"))
+            label: {title: [found[seed][part].curve(name) for seed in found] for part, title in TITLES.items()}
+            for name, label in (("lost_outside", "share lost outside"), ("test_loss", "test loss (nats)"))
         }
         return {
             "training": figures.curves(curves, linear=["test loss (nats)"]),

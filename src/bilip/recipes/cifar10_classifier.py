@@ -9,7 +9,6 @@ number of epochs.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
+from torch.nn.functional import cross_entropy
 
 from bilip import Bijection, Guard, Reversible, models
-from bilip.data import ImageBatches, Images, image_set, seed_of
-from bilip.errors import InputError, NotMeasured, TrainingDiverged
+from bilip.data import ImageBatches, image_set, seed_of
+from bilip.errors import InputError, NotMeasured
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.probes import extremes, jacobian
 from bilip.recipes.classifier_runs import GRID, TABLE, Run, classifier_figures, classifier_lines
+from bilip.recipes.images import count_parameters, require_same_images, require_side, shrunk, start_actnorms
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import angle
-from bilip.training import Task, read_log
+from bilip.training import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,13 +114,8 @@ class Config:
             "fd_every",
         )
         require(self, positive=(*counts, "evaluate_every", "inverted", "spectra", "spectra_end", "angle_batches"))
-        for name in ("images", "test", "grid"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
-        if self.side > 32 or 32 % self.side or self.side % 2**self.levels:
-            raise InputError(
-                f"--set side={self.side} levels={self.levels}: expected a side that divides 32 and can be halved {self.levels} times."
-            )
+        require(self, nonnegative=("images", "test", "grid"))
+        require_side(self)
 
 
 class Cifar10Classifier(Recipe):
@@ -196,24 +191,21 @@ class Cifar10Classifier(Recipe):
         train, test, facts = load(config, work)
         torch.manual_seed(seed_of(work.seed, 0, "weights"))
         model = make_model(run, config).to(work.device)
-        start_actnorms(model, train, config, work.seed)
+        start_actnorms(trunk_of(model), train, config, work.seed)
         steps = config.epochs * train.per_epoch
         looks = Looks(model, train, test, config, steps, with_angles=part in WITH_ANGLES or run.kind == "guarded")
         penalties = make_penalties(run, config, work.seed)
-        diverged = ""
-        try:
-            work.train(
-                Task(model, train, Classification(penalties), looks.during, penalties),
-                until=0.9,
-                steps=steps,
-                lr=config.lr,
-                milestones=tuple(round(share * steps) for share in (0.3, 0.6, 0.8)),
-                evaluate_every=config.evaluate_every * train.per_epoch,
-                evaluate_at=looks.steps,
-                log_every=max(1, min(100, train.per_epoch // 4)),
-            )
-        except TrainingDiverged as error:
-            diverged = str(error).partition(";")[0]
+        failure = work.try_train(
+            Task(model, train, Classification(penalties), looks.during, penalties),
+            until=0.9,
+            steps=steps,
+            lr=config.lr,
+            milestones=tuple(round(share * steps) for share in (0.3, 0.6, 0.8)),
+            evaluate_every=config.evaluate_every * train.per_epoch,
+            evaluate_at=looks.steps,
+            log_every=max(1, min(100, train.per_epoch // 4)),
+        )
+        diverged = str(failure or "").partition(";")[0]
         if not work.main:
             return Measured({})
         numbers: dict[str, Any] = {
@@ -224,17 +216,17 @@ class Cifar10Classifier(Recipe):
             "strength": config.strength,
             "gradients": "memory-saving" if run.reversible else "stored",
             "diverged": diverged,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": count_parameters(model),
             "skipped": {type(p).__name__: [p.skipped, p.seen] for p in penalties},
         }
         if run.reversible:
             numbers["guard"] = guard_facts(model.trunk)
         if not diverged:
             numbers |= looks.after(work)
-        logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
-        numbers["train"] = {name: values[-1] for name, values in logs["train"].items()}
-        curves = {f"{kind}_{name}": np.array(v) for kind, log in logs.items() for name, v in log.items()}
-        return Measured(numbers, curves)
+        logs = work.logs()
+        training = {name: values for name, values in logs.items() if name.startswith("train_")}
+        numbers["train"] = {name.removeprefix("train_"): float(values[-1]) for name, values in training.items()}
+        return Measured(numbers, logs)
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return classifier_lines(found, self.paper())
@@ -247,23 +239,14 @@ def load(config: Config, work: Work) -> tuple[ImageBatches, ImageBatches, dict[s
     """Training and test images on the device, and what they are."""
     sets = [image_set("cifar10", split, work.data) for split in ("train", "test")]
     wanted = (config.images, config.test)
-    cut = [shrunk(images, count or len(images), config.side) for images, count in zip(sets, wanted, strict=True)]
+    cut = [shrunk(images, count, config.side) for images, count in zip(sets, wanted, strict=True)]
     facts = {"images": len(cut[0]), "test_images": len(cut[1])}
-    sums = [zlib.crc32(images.x.numpy().tobytes()) for images in cut]
-    work.require_same("data", facts | {"crc32": sums})
+    require_same_images(work, facts, cut)
     if len(cut[1]) < FIRST + config.spectra_end:
         raise InputError(f"--set test={config.test}: expected {FIRST + config.spectra_end} test images or more.")
     options: dict[str, Any] = {"device": work.device, "mean": MEAN, "std": STD}
     train = ImageBatches(cut[0], config.batch, pad=max(1, config.side // 8), **options)
     return train, ImageBatches(cut[1], 1, pad=0, **options), facts
-
-
-def shrunk(images: Images, count: int, side: int) -> Images:
-    """The first images, averaged to a smaller side."""
-    x = images.x[:count]
-    if side < x.shape[-1]:
-        x = adaptive_avg_pool2d(x.float(), side).round().to(torch.uint8)
-    return Images(x, None if images.y is None else images.y[:count], images.classes)
 
 
 def make_model(run: Run, config: Config) -> Classifier:
@@ -290,19 +273,6 @@ def make_penalties(run: Run, config: Config, seed: int) -> tuple[Penalty, ...]:
         return ()
     weight, every = (run.weight or 0.0) * config.strength, run.every or config.fd_every
     return (FiniteDifference(weight, every, mode=run.mode, eps=config.fd_eps, scaling="original", seed=seed),)
-
-
-@torch.no_grad()
-def start_actnorms(model: Classifier, train: ImageBatches, config: Config, seed: int) -> None:
-    """ActNorms start from the first augmented images, of a seed of their own."""
-    draws = (_Start(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
-    trunk_of(model).train()(torch.cat([train(draw)[0] for draw in draws])[: config.start])
-
-
-@dataclass(frozen=True)
-class _Start:
-    seed: int
-    step: int
 
 
 def guard_facts(walk: Any) -> dict[str, Any]:

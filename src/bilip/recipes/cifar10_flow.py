@@ -9,7 +9,6 @@ weights, so that `ood` has nothing left to train.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,16 +21,28 @@ from bilip import Flow, models
 from bilip.auditing.round_trip import norms
 from bilip.blocks import ActNorm, Chain, Logit
 from bilip.blocks.scale import TanhExpScale
-from bilip.data import IMAGE_SETS, ImageBatches, Images, dequantize, image_set, seed_of
-from bilip.errors import DataNotFound, InputError, TrainingDiverged
+from bilip.data import IMAGE_SETS, image_set, seed_of
+from bilip.errors import DataNotFound, InputError
 from bilip.objectives import Likelihood
 from bilip.recipes import flow_probes
-from bilip.recipes.cifar10_classifier import shrunk
 from bilip.recipes.flow_probes import NOISE, Inputs, Trip
 from bilip.recipes.flow_runs import GLOWS, SETS, SOURCES, Run, flow_figures, flow_lines
+from bilip.recipes.images import (
+    Dequantized,
+    count_parameters,
+    load_average,
+    look_steps,
+    require_batch,
+    require_same_images,
+    require_side,
+    schedule,
+    shrunk,
+    skipped_steps,
+    start_actnorms,
+)
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, share_terms, solved_inverse
-from bilip.training import Draw, Task, read_log, read_state
+from bilip.training import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +53,18 @@ PRIOR = TanhExpScale(clamp=3.0)  # of the channels that leave early: their devia
 COUNTS = ("side", "levels", "blocks", "hidden", "batch", "steps", "lr", "start", "looks", "looked", "test_looked")
 COUNTS += ("conditions", "lanczos", "samples", "ood", "referenced", "pictures", "points", "bits")
 RESIDUAL = ("hidden", "steps", "lr", "looks", "ood", "loose", "repeats")
+FREE = (
+    "images",
+    "test",
+    "warmup",
+    "weight_decay",
+    "clip",
+    "ema",
+    "skip",
+    "residual_dense",
+    "residual_warmup",
+    "exact_terms",
+)
 ALPHA = 0.05  # of the logit that a residual flow begins with
 
 
@@ -139,15 +162,16 @@ class Config:
     residual_repeats: int = 64
 
     def __post_init__(self) -> None:
-        require(self, positive=(*COUNTS, *(f"residual_{name}" for name in RESIDUAL)))
-        require_blocks(self.residual_blocks)
-        free = ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip")
-        for name in (*free, "residual_dense", "residual_warmup", "exact_terms"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
-        for name, known in {"mixing": ("conv1x1", "reverse", "shuffle"), "optimizer": ("adam", "adamax")}.items():
-            if getattr(self, name) not in known:
-                raise InputError(f"--set {name}={getattr(self, name)}: expected {', '.join(known)}.")
+        require(
+            self,
+            positive=(*COUNTS, *(f"residual_{name}" for name in RESIDUAL)),
+            nonnegative=FREE,
+            one_of={"mixing": ("conv1x1", "reverse", "shuffle"), "optimizer": ("adam", "adamax")},
+        )
+        if not self.residual_blocks or min(self.residual_blocks) < 1:
+            raise InputError(
+                f"--set residual_blocks={self.residual_blocks}: expected positive numbers, one or more, as in 8,8,8."
+            )
         if self.bits > 8 or self.ema >= 1:
             raise InputError(f"--set bits={self.bits} ema={self.ema}: expected at most 8 bits, and an average below 1.")
         if not 0 < self.coefficient < 1 or self.residual_repeats < 2:
@@ -159,16 +183,7 @@ class Config:
             raise InputError(
                 f"--set side={self.side} residual_blocks={self.residual_blocks}: expected a side that can be halved between the scales."
             )
-        if self.side > 32 or 32 % self.side or self.side % 2**self.levels:
-            raise InputError(
-                f"--set side={self.side} levels={self.levels}: expected a side that divides 32 and can be halved {self.levels} times."
-            )
-
-
-def require_blocks(blocks: tuple[int, ...]) -> None:
-    """Raise an `InputError` unless there is a positive number for each scale of a residual flow, one or more."""
-    if not blocks or min(blocks) < 1:
-        raise InputError(f"--set residual_blocks={blocks}: expected positive numbers, one or more, as in 8,8,8.")
+        require_side(self)
 
 
 class Cifar10Flow(Recipe):
@@ -274,51 +289,31 @@ class Cifar10Flow(Recipe):
         train, inputs, facts = load(config, work)
         torch.manual_seed(seed_of(work.seed, 0, "weights"))
         flow = make_flow(run, config).to(work.device)
-        start_actnorms(flow, train, config, work.seed)
+        start_actnorms(flow.bijection, train, config, work.seed)
         looks = Looks(flow, inputs, config, work.seed)
-        diverged = ""
-        try:
-            work.train(
-                Task(flow, train, Likelihood(), looks.during),
-                until=0.8,
-                steps=config.steps,
-                optimizer=config.optimizer,
-                lr=config.lr,
-                warmup=config.warmup,
-                weight_decay=config.weight_decay,
-                clip=config.clip or None,
-                ema=config.ema or None,
-                skip=config.skip,
-                evaluate_at=looks.steps,
-                save_every=max(1, config.steps // config.looks),
-                log_every=max(1, min(100, config.steps // 50)),
-            )
-        except TrainingDiverged as error:
-            diverged = str(error)
+        task = Task(flow, train, Likelihood(), looks.during)
+        settings = schedule(config) | {"weight_decay": config.weight_decay, "evaluate_at": looks.steps}
+        failure = work.try_train(task, until=0.8, **settings)
         if not work.main:
             return Measured({})
-        logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
+        logs = work.logs()
         numbers: dict[str, Any] = {
             "steps": config.steps,
             "mixing": config.mixing,
             "bits": config.bits,
             "dimensions": math.prod(inputs.shape),
             **facts,
-            "diverged": diverged,
+            "diverged": str(failure or ""),
             "model": described(run, config),
-            "parameters": sum(p.numel() for p in flow.parameters()),
-            "skipped": skipped_steps(logs["train"]),
+            "parameters": count_parameters(flow),
+            "skipped": skipped_steps(logs),
         }
-        arrays = {f"{kind}_{name}": np.array(v) for kind, log in logs.items() for name, v in log.items()}
-        if diverged:
-            return Measured(numbers, arrays)
+        if failure is not None:
+            return Measured(numbers, logs)
         if config.ema:
-            average = read_state(work.folder / "last.safetensors")[0]
-            with torch.no_grad():
-                for name, p in flow.named_parameters():
-                    p.copy_(average[f"average.{name}"])
+            load_average(flow, work)
         with by_series(flow):
-            return Measured(numbers | looks.after(work), arrays | looks.pictures)
+            return Measured(numbers | looks.after(work), logs | looks.pictures)
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return flow_lines(found, self.paper())
@@ -327,41 +322,20 @@ class Cifar10Flow(Recipe):
         return flow_figures(found)
 
 
-class Dequantized:
-    """Batches for a training loop: augmented images, dequantized, in [-1/2, 1/2].
-
-    Args:
-        images: Labelled images.
-        config: Batch size and bits.
-        device: Where they stay.
-    """
-
-    def __init__(self, images: Images, config: Config, device: str) -> None:
-        shift = max(1, round(config.side / 10))
-        self.levels = ImageBatches(images, config.batch, device=device, pad=shift, std=(1 / 255,) * 3)
-        self.bits, self.device = config.bits, device
-
-    def __call__(self, draw: Draw) -> tuple[Tensor]:
-        generator = torch.Generator(self.device).manual_seed(draw("dequantization"))
-        levels = self.levels(draw)[0].round().to(torch.uint8)
-        return (dequantize(levels >> (8 - self.bits), self.bits, generator) - 0.5,)
-
-
 def load(config: Config, work: Work) -> tuple[Dequantized, Inputs, dict[str, Any]]:
     """Training batches, what is measured, and what they are. Sets other than CIFAR-10 that are not there are left out, and named."""
-    train = shrunk_to(image_set("cifar10", "train", work.data), config.images, config.side)
+    train = shrunk(image_set("cifar10", "train", work.data), config.images, config.side)
     images = {
         "train": train,
-        "cifar10": shrunk_to(image_set("cifar10", "test", work.data), config.test, config.side),
+        "cifar10": shrunk(image_set("cifar10", "test", work.data), config.test, config.side),
     }
-    if len(train) < config.batch:
-        raise InputError(f"--set images={config.images} batch={config.batch}: expected a batch of images or more.")
+    require_batch(train, config)
     missing = []
     for name in SETS:
         if name in images or name in NOISE:
             continue
         try:
-            images[name] = shrunk_to(image_set(name, None, work.data), config.ood, config.side)
+            images[name] = shrunk(image_set(name, None, work.data), config.ood, config.side)
         except DataNotFound:
             missing.append(name)
     facts = {
@@ -371,15 +345,9 @@ def load(config: Config, work: Work) -> tuple[Dequantized, Inputs, dict[str, Any
         "of": {name: IMAGE_SETS[name].counts["test"] for name in images if name != "train"},
         "missing": missing,
     }
-    sums = [zlib.crc32(some.x.numpy().tobytes()) for some in images.values()]
-    work.require_same("data", facts | {"crc32": sums})
+    require_same_images(work, facts, images.values())
     inputs = Inputs(images, train.x.shape[1:], bits=config.bits, seed=work.seed, device=work.device)
-    return Dequantized(train, config, work.device), inputs, facts
-
-
-def shrunk_to(images: Images, count: int, side: int) -> Images:
-    """The first images, all for 0, averaged to a smaller side."""
-    return shrunk(images, count or len(images), side)
+    return Dequantized.centred(train, config, work.device), inputs, facts
 
 
 def described(run: Run, config: Config) -> str:
@@ -445,21 +413,6 @@ def make_residual_flow(config: Config) -> Flow:
     return Flow(Chain(move, *trunk, shape=shape))
 
 
-@torch.no_grad()
-def start_actnorms(flow: Flow, train: Dequantized, config: Config, seed: int) -> None:
-    """ActNorms start from the first augmented images, of a seed of their own."""
-    draws = (Draw(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
-    flow.bijection.train()(torch.cat([train(draw)[0] for draw in draws])[: config.start])
-
-
-def skipped_steps(log: Mapping[str, Sequence[float]]) -> int:
-    """How many steps were skipped, from the shares in the rows of a training log."""
-    before, total = 0.0, 0.0
-    for step, share in zip(log.get("step", ()), log.get("skipped", ()), strict=True):
-        total, before = total + share * (step - before), step
-    return round(total)
-
-
 class Looks:
     """What is measured of a flow, along the way and in the end.
 
@@ -473,7 +426,7 @@ class Looks:
     def __init__(self, flow: Flow, inputs: Inputs, config: Config, seed: int) -> None:
         self.flow, self.inputs, self.config, self.seed = flow, inputs, config, seed
         self.sources = [name for name in SOURCES if name in (*inputs.images, *NOISE, "samples")]
-        self.steps = tuple(round(config.steps * k / config.looks) for k in range(config.looks + 1))
+        self.steps = look_steps(config)
         last = len(self.steps) - 1
         at = {last} if is_residual(flow.bijection) else {0, 1, *(last >> k for k in range(8))}
         self.conditions_at = {self.steps[k] for k in at}

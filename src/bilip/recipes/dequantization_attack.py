@@ -138,10 +138,9 @@ class DequantizationAttack(Recipe):
             config = face_flows.as_residual(config)
         faces, facts = face_flows.load(config, work)
         looks = Looks(faces, config, work)
-        flow, numbers, logs = face_flows.trained(part, config, faces, looks.during, work)
+        flow, numbers, arrays = face_flows.trained(part, config, faces, looks.during, work)
         if not work.main:
             return Measured({})
-        arrays = {name: np.array(values) for name, values in logs.items()}
         if numbers["diverged"]:
             return Measured(numbers | facts, arrays)
         with by_series(flow):
@@ -152,15 +151,8 @@ class DequantizationAttack(Recipe):
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []
-        for part, title in TITLES.items():
-            several = [parts[part].numbers for parts in found.values() if part in parts]
-            if not several:
-                continue
-            name = f"{title}, {several[0]['steps']:,} steps"
-            lines += [Line(f"{name}: training", "", n["diverged"], key=True) for n in several if n["diverged"]]
-            good = [n for n in several if not n["diverged"]]
-            if not good:
-                continue
+        for part, name, runs in face_flows.runs_of(found, lines):
+            good = [m.numbers for m in runs]
             count = good[0]["attack"]["count"]
             bits = [
                 f"{n['test_bits']:.2f} ({n['model']}; {n['images']:,} images of {n['side']} x {n['side']})"

@@ -7,28 +7,38 @@ couplings of the first scale, which are masked, stay on (0, 1)) or `residual`. A
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bilip import Flow, models
 from bilip.blocks import ActNorm, AffineCoupling, Bijection, Chain, Checkerboard, Flatten, Logit, Split, Squeeze
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
-from bilip.data import IMAGE_SETS, ImageBatches, Images, dequantize, image_set, seed_of
-from bilip.errors import InputError, TrainingDiverged
+from bilip.data import IMAGE_SETS, Images, dequantize, image_set, seed_of
+from bilip.errors import InputError
 from bilip.nets import MLP, ConvNet, activations
 from bilip.objectives import Likelihood
-from bilip.recipes.cifar10_classifier import shrunk
-from bilip.recipes.cifar10_flow import skipped_steps
-from bilip.recipes.recipe import Work, require
+from bilip.recipes.images import (
+    Dequantized,
+    count_parameters,
+    load_average,
+    look_steps,
+    require_batch,
+    require_same_images,
+    schedule,
+    shrunk,
+    skipped_steps,
+    start_actnorms,
+)
+from bilip.recipes.recipe import Found, Line, Measured, Work, require, sound
 from bilip.recipes.residual_flows import share_terms
-from bilip.training import Draw, Task, read_log, read_state
+from bilip.training import Task
 
-__all__ = ["PARTS", "TITLES", "Config", "Faces", "load", "make_flow", "trained"]
+__all__ = ["PARTS", "TITLES", "Config", "Faces", "load", "make_flow", "runs_of", "trained"]
 
 ALPHA = 0.05  # of the logit
 TITLES = {
@@ -137,12 +147,8 @@ class Config:
     residual_samples: int = 128
 
     def __post_init__(self) -> None:
-        require(self, positive=COUNTS)
-        for name in ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
-        if self.optimizer not in ("adam", "adamax"):
-            raise InputError(f"--set optimizer={self.optimizer}: expected adam, adamax.")
+        free = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms")
+        require(self, positive=COUNTS, nonnegative=free, one_of={"optimizer": ("adam", "adamax")})
         if self.bits > 8 or self.ema >= 1 or not 0 < self.coefficient < 1:
             raise InputError(
                 f"--set bits={self.bits} ema={self.ema} coefficient={self.coefficient}: expected at most 8 bits, an average below 1, and "
@@ -178,12 +184,7 @@ class Faces:
     def __init__(self, train: Images, test: Images, config: Config, seed: int, device: str) -> None:
         self.train, self.test, self.bits, self.seed, self.device = train, test, config.bits, seed, device
         labelled = Images(train.x, torch.zeros(len(train), dtype=torch.long))
-        self.batches = ImageBatches(labelled, config.batch, device=device, pad=0, std=(1 / 255,) * 3)
-
-    def __call__(self, draw: Draw) -> tuple[Tensor]:
-        generator = torch.Generator(self.device).manual_seed(draw("dequantization"))
-        levels = self.batches(draw)[0].round().to(torch.uint8)
-        return (dequantize(levels >> (8 - self.bits), self.bits, generator),)
+        self.batches = Dequantized(labelled, config, device, pad=0)
 
     def levels(self, which: str, count: int) -> Tensor:
         """The first images as grey levels of so many bits."""
@@ -207,11 +208,9 @@ def load(config: Config, work: Work) -> tuple[Faces, dict[str, Any]]:
     count = min(config.images or count, count)
     train = shrunk(Images(every.x), count, config.side)
     test = shrunk(Images(every.x[-config.test :]), config.test, config.side)
-    if len(train) < config.batch:
-        raise InputError(f"--set images={config.images} batch={config.batch}: expected a batch of images or more.")
+    require_batch(train, config)
     facts = {"images": len(train), "test_images": len(test), "of": IMAGE_SETS["celeba64"].counts["train"]}
-    sums = [zlib.crc32(some.x.numpy().tobytes()) for some in (train, test)]
-    work.require_same("data", facts | {"crc32": sums})
+    require_same_images(work, facts, (train, test))
     return Faces(train, test, config, work.seed, work.device), facts
 
 
@@ -281,60 +280,43 @@ def described(part: str, config: Config) -> str:
 # ---- training
 
 
-@torch.no_grad()
-def start_actnorms(flow: Flow, faces: Faces, config: Config, seed: int) -> None:
-    """ActNorms start from the first augmented images, of a seed of their own."""
-    draws = (Draw(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
-    flow.bijection.train()(torch.cat([faces(draw)[0] for draw in draws])[: config.start])
-
-
-def look_steps(config: Config) -> tuple[int, ...]:
-    """The steps after which a flow is looked at; 0 is before the first."""
-    return tuple(round(config.steps * k / config.looks) for k in range(config.looks + 1))
-
-
 def trained(
     part: str, config: Config, faces: Faces, evaluate: Any, work: Work
-) -> tuple[Flow, dict[str, Any], dict[str, Sequence]]:
+) -> tuple[Flow, dict[str, Any], dict[str, np.ndarray]]:
     """The flow of a part, trained, or as far as it came; what is said of its training; and its logs."""
     torch.manual_seed(seed_of(work.seed, 0, "weights"))
     flow = make_flow(part, config).to(work.device)
-    start_actnorms(flow, faces, config, work.seed)
-    diverged = ""
-    try:
-        work.train(
-            Task(flow, faces, Likelihood(), evaluate),
-            until=0.7,
-            steps=config.steps,
-            optimizer=config.optimizer,
-            lr=config.lr,
-            betas=(0.9, 0.99),
-            warmup=config.warmup,
-            clip=config.clip or None,
-            ema=config.ema or None,
-            accumulate=config.accumulate,
-            skip=config.skip,
-            evaluate_at=look_steps(config),
-            save_every=max(1, config.steps // config.looks),
-            log_every=max(1, min(100, config.steps // 50)),
-        )
-    except TrainingDiverged as error:
-        diverged = str(error)
+    start_actnorms(flow.bijection, faces.batches, config, work.seed)
+    task = Task(flow, faces.batches, Likelihood(), evaluate)
+    settings = schedule(config) | {"betas": (0.9, 0.99), "accumulate": config.accumulate}
+    failure = work.try_train(task, until=0.7, evaluate_at=look_steps(config), **settings)
     if not work.main:
         return flow, {}, {}
-    logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
-    if config.ema and not diverged:
-        average = read_state(work.folder / "last.safetensors")[0]
-        with torch.no_grad():
-            for name, p in flow.named_parameters():
-                p.copy_(average[f"average.{name}"])
+    logs = work.logs()
+    if config.ema and failure is None:
+        load_average(flow, work)
     numbers = {
         "steps": config.steps,
         "bits": config.bits,
         "side": config.side,
         "model": described(part, config),
-        "diverged": diverged,
-        "parameters": sum(p.numel() for p in flow.parameters()),
-        "skipped": skipped_steps(logs["train"]),
+        "diverged": str(failure or ""),
+        "parameters": count_parameters(flow),
+        "skipped": skipped_steps(logs),
     }
-    return flow.eval(), numbers, {f"{kind}_{name}": v for kind, log in logs.items() for name, v in log.items()}
+    return flow.eval(), numbers, logs
+
+
+def runs_of(found: Found, lines: list[Line]) -> Iterator[tuple[str, str, list[Measured]]]:
+    """Each part, its name in words with the number of steps, and those of its runs that did not diverge; `lines` gets one for each of the
+    others.
+    """
+    for part, title in TITLES.items():
+        several = [parts[part] for parts in found.values() if part in parts]
+        if not several:
+            continue
+        name = f"{title}, {several[0].numbers['steps']:,} steps"
+        good, lost = sound(name, several)
+        lines += lost
+        if good:
+            yield part, name, good

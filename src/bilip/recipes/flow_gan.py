@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,14 +23,24 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from bilip import Bijection, Flow, Reversible, models
 from bilip.data import image_set, seed_of
-from bilip.errors import InputError, TrainingDiverged
+from bilip.errors import InputError
 from bilip.recipes import figures, flow_probes
-from bilip.recipes.cifar10_flow import PRIOR, Dequantized, shrunk_to, skipped_steps
+from bilip.recipes.cifar10_flow import PRIOR
 from bilip.recipes.flow_probes import Inputs, Trip
 from bilip.recipes.flow_runs import percent, short
+from bilip.recipes.images import (
+    Dequantized,
+    as_bytes,
+    count_parameters,
+    require_batch,
+    require_same_images,
+    shrunk,
+    skipped_steps,
+    start_actnorms,
+)
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.recipes.sample_quality import load_features, quality, train_features
-from bilip.training import Draw, Task, load_weights, read_log, read_state
+from bilip.training import Draw, Task, load_weights, read_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,10 +153,7 @@ class Config:
     feature_batch: int = 128
 
     def __post_init__(self) -> None:
-        require(self, positive=COUNTS)
-        for name in ("images", "test", "skip", "penalty"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--set {name}={getattr(self, name)}: expected 0 or more.")
+        require(self, positive=COUNTS, nonnegative=("images", "test", "skip", "penalty"))
         if self.mixing not in ("conv1x1", "reverse", "shuffle"):
             raise InputError(f"--set mixing={self.mixing}: expected conv1x1, reverse or shuffle.")
         if len(self.small) != 3 or len(self.critic) != 7 or not all(n > 0 for n in (*self.small, *self.critic)):
@@ -229,51 +235,45 @@ class FlowGan(Recipe):
         config = replace(config, steps=run.steps or config.steps)
         net, about_net = load_features(work)  # said before training, not after it
         images = {
-            "train": shrunk_to(train_set, config.images, config.side),
-            "cifar10": shrunk_to(test_set, config.test, config.side),
+            "train": shrunk(train_set, config.images, config.side),
+            "cifar10": shrunk(test_set, config.test, config.side),
         }
-        if len(images["train"]) < config.batch:
-            raise InputError(f"--set images={config.images} batch={config.batch}: expected a batch of images or more.")
+        require_batch(images["train"], config)
         facts = {"images": len(images["train"]), "test_images": len(images["cifar10"])}
-        sums = [zlib.crc32(some.x.numpy().tobytes()) for some in images.values()]
-        work.require_same("data", facts | {"crc32": sums})
+        require_same_images(work, facts, images.values())
         inputs = Inputs(images, images["train"].x.shape[1:], bits=config.bits, seed=work.seed, device=work.device)
-        train = Dequantized(images["train"], config, work.device)  # type: ignore[arg-type]
+        train = Dequantized.centred(images["train"], config, work.device)
         torch.manual_seed(seed_of(work.seed, 0, "weights"))
         model = make_model(run, config).to(work.device)
-        start_actnorms(model, train, config, work.seed)
+        start_actnorms(model.bijection, train, config, work.seed)
         looks = Looks(model, inputs, config, work.seed)
-        diverged, at = "", config.steps
-        try:
-            work.train(
-                Task(model, Batches(train, model, config, work.device), Loss(run.objective, config), looks.during),
-                until=0.85,
-                steps=config.steps,
-                lr=config.lr,
-                betas=(0.5, 0.99),
-                skip=config.skip,
-                evaluate_at=looks.steps,
-                save_every=max(1, config.steps // (2 * config.looks)),
-                log_every=max(1, min(100, config.steps // 50)),
-            )
-        except TrainingDiverged as error:
-            diverged, at = str(error), _last_good(model, work, error.step)
+        failure = work.try_train(
+            Task(model, Batches(train, model, config, work.device), Loss(run.objective, config), looks.during),
+            until=0.85,
+            steps=config.steps,
+            lr=config.lr,
+            betas=(0.5, 0.99),
+            skip=config.skip,
+            evaluate_at=looks.steps,
+            save_every=max(1, config.steps // (2 * config.looks)),
+            log_every=max(1, min(100, config.steps // 50)),
+        )
+        at = config.steps if failure is None else _last_good(model, work, failure.step)
         if not work.main:
             return Measured({})
-        logs = {"log": read_log(work.folder, "evaluation"), "train": read_log(work.folder, "train")}
+        logs = work.logs()
         numbers: dict[str, Any] = {
             "steps": config.steps,
             "measured_at": at,
             "dimensions": math.prod(inputs.shape),
             **facts,
-            "diverged": diverged,
-            "parameters": sum(p.numel() for p in model.flow.parameters()),
-            "skipped": skipped_steps(logs["train"]),
+            "diverged": str(failure or ""),
+            "parameters": count_parameters(model.flow),
+            "skipped": skipped_steps(logs),
             "guard": _guarded(model),
             "features": about_net,
         }
-        arrays = {f"{kind}_{name}": np.array(v) for kind, log in logs.items() for name, v in log.items()}
-        return Measured(numbers | looks.after(work, net), arrays | looks.pictures)
+        return Measured(numbers | looks.after(work, net), logs | looks.pictures)
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return gan_lines(found, self.paper())
@@ -358,13 +358,6 @@ def make_model(run: Run, config: Config) -> Players:
         actnorm="data" if run.actnorm else None,
     )
     return Players(trunk, None if run.objective == "mle" else Critic(config.side, config.critic))
-
-
-@torch.no_grad()
-def start_actnorms(model: Players, train: Dequantized, config: Config, seed: int) -> None:
-    """ActNorms start from the first augmented images, of a seed of their own."""
-    draws = (Draw(seed_of(seed, 0, "start"), k) for k in range(math.ceil(config.start / config.batch)))
-    model.bijection.train()(torch.cat([train(draw)[0] for draw in draws])[: config.start])
 
 
 class Batches:
@@ -498,8 +491,7 @@ class Looks:
         """Samples in two rows."""
         x = samples.movedim(1, -1).cpu()
         broken = ~torch.isfinite(x).all(-1)
-        levels = ((x.nan_to_num(0.0, 0.0, 0.0) + 0.5) * 256).floor().clamp(0, 255).to(torch.uint8)
-        self.pictures["images_samples"] = levels.unflatten(0, (-1, 2)).numpy()
+        self.pictures["images_samples"] = as_bytes(x).unflatten(0, (-1, 2)).numpy()
         self.pictures["broken_samples"] = broken.to(torch.uint8).unflatten(0, (-1, 2)).numpy()
 
 
@@ -685,7 +677,7 @@ def gan_figures(found: Found) -> Mapping[str, Figure]:
         if not own:
             continue
         panels = {
-            title: {name: [(m.arrays["log_step"], m.arrays[f"log_{what}"]) for m in ms] for name, ms in own.items()}
+            title: {name: [m.curve(what) for m in ms] for name, ms in own.items()}
             for what, title in {
                 "test_bits": "test bits per dimension",
                 "error": "median error of an image",

@@ -18,6 +18,7 @@ from bilip.auditing.round_trip import norms
 from bilip.data import Images, dequantize, seed_of
 from bilip.errors import NotMeasured
 from bilip.probes import Subject, jacobian
+from bilip.recipes.images import as_bytes
 from bilip.recipes.residual_flows import decode, is_residual
 
 __all__ = [
@@ -369,8 +370,7 @@ def pictures(flow: Flow, x: Tensor, count: int) -> dict[str, np.ndarray]:
     x, back = x[chosen], back[chosen]
     both = torch.stack((x, back), 1).movedim(2, -1).cpu()
     broken = ~torch.isfinite(both).all(-1)
-    levels = ((both.nan_to_num(0.0, 0.0, 0.0) + 0.5) * 256).floor().clamp(0, 255).to(torch.uint8)
-    return {"images": levels.numpy(), "broken": broken.to(torch.uint8).numpy()}
+    return {"images": as_bytes(both).numpy(), "broken": broken.to(torch.uint8).numpy()}
 
 
 def _share(which: Tensor) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
 from bilip.errors import InputError
 from bilip.recipes import figures
-from bilip.recipes.recipe import Found, Line, Measured
+from bilip.recipes.recipe import Found, Line, Measured, sound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,10 +125,8 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     lines: list[Line] = []
     for (run, steps), several in runs_of(found).items():
         said, name = paper["table"].get(run.kind), f"{run.title}, {steps:,} steps"
-        good = [m for m in several if not m.numbers["diverged"]]
-        for m in several:
-            if m.numbers["diverged"]:
-                lines.append(Line(f"{name}: training", "", m.numbers["diverged"], key=True))
+        good, lost_runs = sound(name, several)
+        lines.extend(lost_runs)
         if not good:
             continue
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import CheckpointError, InputError, TrainingDiverged
 from bilip.record import read_json, to_plain, write_json
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "differences",
     "nearest",
     "require",
+    "sound",
 ]
 
 SIZES = ("quick", "gpu", "paper")
@@ -72,6 +73,10 @@ class Measured:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
 
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of what was logged under a name at the evaluations."""
+        return self.arrays["log_step"].tolist(), self.arrays[f"log_{name}"].tolist()
+
 
 Found = Mapping[int, Mapping[str, Measured]]  # by seed, then by part
 
@@ -109,6 +114,27 @@ class Work:
         settings = {"save_every": settings.get("evaluate_every", 0)} | settings
         chosen = Settings(seed=self.seed, device=self.device, **settings)
         return train(task, chosen, self.folder, fabric=self.fabric, progress=show, deadline=self.deadline)
+
+    def try_train(self, task: Task, *, until: float = 1.0, **settings: Any) -> TrainingDiverged | None:
+        """Train as `train` does; the error where training diverges, `None` where it does not."""
+        try:
+            self.train(task, until=until, **settings)
+        except TrainingDiverged as error:
+            return error
+        return None
+
+    def evaluations(self) -> dict[str, np.ndarray]:
+        """What the evaluations in this folder logged, column by column, as `log_step` and so on."""
+        from bilip.training import read_log
+
+        return {f"log_{name}": np.array(values) for name, values in read_log(self.folder, "evaluation").items()}
+
+    def logs(self) -> dict[str, np.ndarray]:
+        """What evaluations logged, and what training did, as `train_step` and so on."""
+        from bilip.training import read_log
+
+        training = {f"train_{name}": np.array(values) for name, values in read_log(self.folder, "train").items()}
+        return self.evaluations() | training
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Remember what a part was begun with, and refuse to go on with something else.
@@ -191,6 +217,14 @@ class Recipe(ABC):
         return read_json(packaged if packaged.exists() else here.parents[3] / "results" / self.name / "paper.json")
 
 
+def sound(name: str, several: Sequence[Measured]) -> tuple[list[Measured], list[Line]]:
+    """Of the runs of a name, one for each seed, those whose training did not diverge, and a line for each of the others."""
+    lost = [m.numbers["diverged"] for m in several if m.numbers["diverged"]]
+    return [m for m in several if not m.numbers["diverged"]], [
+        Line(f"{name}: training", "", why, key=True) for why in lost
+    ]
+
+
 # ---- configurations
 
 
@@ -222,8 +256,23 @@ def configured(defaults: C, changes: Sequence[str]) -> C:
     return dataclasses.replace(defaults, **found)  # type: ignore[type-var]
 
 
-def require(config: Any, *, positive: Sequence[str] = (), filled: Sequence[str] = ()) -> None:
-    """Raise an `InputError` unless some fields are positive, and some lists are too, with at least one number and each once."""
+def require(
+    config: Any,
+    *,
+    positive: Sequence[str] = (),
+    filled: Sequence[str] = (),
+    nonnegative: Sequence[str] = (),
+    one_of: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Raise an `InputError` unless fields have values that make sense.
+
+    Args:
+        config: A configuration.
+        positive: Numbers, or tuples of them, that are above 0.
+        filled: Tuples that are above 0 too, with at least one number and each once.
+        nonnegative: Numbers that are 0 or more.
+        one_of: Words, and which there are.
+    """
     for name in (*positive, *filled):
         value = getattr(config, name)
         items = value if isinstance(value, tuple) else (value,)
@@ -233,6 +282,12 @@ def require(config: Any, *, positive: Sequence[str] = (), filled: Sequence[str] 
             )
         if name in filled and len(set(items)) < len(items):
             raise InputError(f"--set {name}={value}: expected each number once.")
+    for name in nonnegative:
+        if getattr(config, name) < 0:
+            raise InputError(f"--set {name}={getattr(config, name)}: expected 0 or more.")
+    for name, known in (one_of or {}).items():
+        if getattr(config, name) not in known:
+            raise InputError(f"--set {name}={getattr(config, name)}: expected {', '.join(known)}.")
 
 
 def differences(config: Any, other: Any) -> list[str]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from bilip.recipes import figures
 from bilip.recipes.plane import condition
 from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
-from bilip.training import Task, read_log
+from bilip.training import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,11 +131,10 @@ class Regression2D(Recipe):
             return Measured({})
         numbers = evaluate(model.eval(), *at)
         z, back = round_trip(model, at[0])
-        log = read_log(work.folder, "evaluation")
         arrays = {"x": at[0], "y": at[1], "z": z, "back": back}
         found = {name: value[:2000].cpu().numpy() for name, value in arrays.items()}
         skipped = {type(p).__name__: p.skipped for p in penalties}
-        return Measured({**numbers, "skipped": skipped}, found | {f"log_{k}": np.array(v) for k, v in log.items()})
+        return Measured({**numbers, "skipped": skipped}, found | work.evaluations())
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, orders = self.paper()["in_short"], self.paper()["orders_of_magnitude"]
@@ -184,11 +182,7 @@ class Regression2D(Recipe):
             drawn[f"curves-{width}"] = figures.curves(
                 {
                     label: {
-                        _title(kind): [
-                            (m.arrays["log_step"].tolist(), m.arrays[f"log_{name}"].tolist())
-                            for m in (found[seed][f"{kind}-{width}"] for seed in found)
-                        ]
-                        for kind in kinds
+                        _title(kind): [found[seed][f"{kind}-{width}"].curve(name) for seed in found] for kind in kinds
                     }
                     for name, label in _NAMES.items()
                 }
