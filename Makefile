@@ -35,7 +35,7 @@ fuzz: $(READY)
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --soak -m soak docs tests
-	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_odd_records.py tests/data tests/auditing/probes/test_guarded.py tests/test_theorem.py
+	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_odd_records.py tests/data tests/auditing/probes/test_guarded.py tests/test_bounds.py
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
 
 # At most an hour on two cores; exit code 1 if a gradient was wrong without a word.

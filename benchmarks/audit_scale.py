@@ -1,7 +1,8 @@
 """Does an audit on two processes give the record of one, in half of the time?
 
 A Glow with random weights is audited by `bilip audit` in one process and under `torchrun` in several, one thread each, one command
-after the other on the same cores. Times are those of the whole commands, with the start of Python. With `--device cuda` each
+after the other on the same cores. Times are those of the whole commands, with the start of Python; beside them stand the CPU seconds of
+each process, which say how well the work is divided where the cores are busy with other work too. With `--device cuda` each
 process takes a GPU of its own, as far as there are any.
 
     python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
@@ -24,8 +25,12 @@ import numpy as np
 from bilip.record import environment
 
 MODEL = """
+import atexit, os, pathlib, time
 import torch
 import bilip
+
+name = os.environ.get("WORLD_SIZE", "1") + "-" + os.environ.get("RANK", "0") + ".seconds"
+atexit.register(lambda: pathlib.Path(name).write_text(str(time.process_time())))
 
 def flow():
     torch.manual_seed({seed})
@@ -37,8 +42,8 @@ def flow():
 """
 
 
-def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dict, float]:
-    """The record without its times, and the seconds of the command."""
+def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dict, float, list[float]]:
+    """The record without its times, the seconds of the command, and the CPU seconds of each process."""
     out = folder / f"{processes}.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [
@@ -60,7 +65,8 @@ def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dic
         raise SystemExit(f"the audit on {processes} processes failed:\n{done.stderr[-2000:]}")
     record = json.loads(out.read_text())
     del record["created"], record["settings"]["seconds"], record["settings"]["command"]
-    return record, seconds
+    used = [float((folder / f"{processes}-{rank}.seconds").read_text()) for rank in range(processes)]
+    return record, seconds, used
 
 
 def main() -> None:
@@ -83,8 +89,8 @@ def main() -> None:
         (folder / "model_to_scale.py").write_text(MODEL.format(**vars(args)))
         x = np.random.default_rng(args.seed).uniform(size=(args.samples, 3, args.side, args.side))
         np.save(folder / "x.npy", x.astype("float32"))
-        one, alone = audited(folder, 1, args)
-        several, together = audited(folder, args.processes, args)
+        one, alone, whole = audited(folder, 1, args)
+        several, together, parts = audited(folder, args.processes, args)
     different = [
         f"{a['probe']} on {a['source']}"
         for a, b in zip(one["measurements"], several["measurements"], strict=False)
@@ -102,6 +108,8 @@ def main() -> None:
         "different": different,
         "seconds": {"one process": round(alone, 2), "together": round(together, 2)},
         "ratio": round(together / alone, 3),
+        "cpu_seconds": {"one process": round(whole[0], 2), "each": [round(part, 2) for part in parts]},
+        "cpu_ratio": round(max(parts) / whole[0], 3),
     }
     print(json.dumps(document, indent=1))
     if args.out:

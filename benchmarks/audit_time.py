@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -111,7 +112,7 @@ def trunk_case(images: Tensor, labels: Tensor, device: str) -> Case:
         model = bilip.models.classifier(trunk).to(device)
         x, y = images.to(device), labels.to(device)
         optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-        for _ in range(max(1, steps)):
+        for _ in range(max(1, min(steps, 40))):
             rows = torch.randint(0, len(x), (128,), device=device)
             loss = torch.nn.functional.cross_entropy(model(x[rows]), y[rows])
             optimizer.zero_grad()
@@ -150,43 +151,67 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table: seconds of the audit, those of each probe, and what the verdicts are."""
+def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """One row of the table: seconds of the audit, those of each probe, and what the verdicts are.
+
+    `keep` is given the row so far whenever a probe has ended, so that an audit that is stopped leaves its part.
+    """
     torch.manual_seed(0)
     model, x = case.make(args.steps)
     if case.device != "cpu":
         torch.cuda.synchronize()
-    spent: dict[str, float] = {}
-    last = ["start", time.perf_counter()]
-
-    def progress(text: str, share: float) -> None:
-        now, probe = time.perf_counter(), text.split(" ")[0]
-        spent[str(last[0])] = spent.get(str(last[0]), 0.0) + now - float(last[1])
-        last[:] = [probe, now]
-
     load, started, used = os.getloadavg()[0], time.perf_counter(), time.process_time()
-    record = bilip.audit(model, {"test": x}, ood=OOD, budget=case.budget, progress=progress)
-    seconds = time.perf_counter() - started
-    return {
+    spent: dict[str, float] = {}
+    last, since = "start", started
+    row: dict[str, Any] = {
         "name": case.name,
         "budget": case.budget,
         "device": case.device,
         "dimension": x[0].numel(),
-        "seconds": round(seconds, 2),
-        "cpu_seconds": round(time.process_time() - used, 2),  # of all threads; on a busy machine the fairer number
+        "seconds": math.nan,
+        "cpu_seconds": math.nan,  # of all threads; on a busy machine the fairer number
         "limit": case.limit,
-        "kept": seconds <= case.limit,
+        "kept": False,
+        "ended": False,
         "load_before": round(load, 2),
-        "probes": {name: round(value, 2) for name, value in sorted(spent.items(), key=lambda pair: -pair[1])},
+    }
+
+    def so_far() -> dict[str, Any]:
+        row["seconds"] = round(time.perf_counter() - started, 2)
+        row["cpu_seconds"] = round(time.process_time() - used, 2)
+        row["probes"] = {name: round(value, 2) for name, value in sorted(spent.items(), key=lambda pair: -pair[1])}
+        return row
+
+    def progress(text: str, share: float) -> None:
+        nonlocal last, since
+        if text == last:
+            return
+        now = time.perf_counter()
+        probe = last.split(" ")[0]
+        spent[probe] = spent.get(probe, 0.0) + now - since
+        print(f"    {last:40s} {now - since:8.2f} s", flush=True)
+        last, since = text, now
+        keep(so_far())
+
+    record = bilip.audit(model, {"test": x}, ood=OOD, budget=case.budget, progress=progress)
+    row = so_far() | {
+        "ended": True,
         "verdicts": {use: verdict.status.value for use, verdict in record.verdicts.items()},
     }
+    row["kept"] = row["seconds"] <= case.limit
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cuda: the trunk of the classifier alone, at standard")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200, help="training steps of each flow; of the Glow at most 20")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="training steps of each flow; of the Glow at most 20, of the trunk 40",
+    )
     parser.add_argument("--images", type=Path, help="uint8 images (N, 32, 32, 3), .npy or .npz with x and y")
     parser.add_argument("--only", action="append", metavar="PART", help="cases whose name holds this")
     parser.add_argument("--out", type=Path)
@@ -207,12 +232,17 @@ def main() -> None:
         "cases": [],
     }
     for case in wanted:
-        row = measure(case, args)
-        document["cases"].append(row)
+        others = list(document["cases"])
+
+        def keep(row: dict[str, Any], others: list[dict[str, Any]] = others) -> None:
+            document["cases"] = [*others, row]
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+        row = measure(case, args, keep)
+        keep(row)
         print(f"{row['name']:34s} {row['budget']:9s} {row['seconds']:8.1f} s of {row['limit']:.0f}", flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from bilip.blocks import Residual
 from bilip.errors import BilipError, InputError
 from bilip.nets import ConvNet, Declared, HeldLinear
 from bilip.nets.activations import ScaledSwish
-from bilip.nets.layers import affine_layer, flatten
+from bilip.nets.certify import affine_layer, flatten
 
 DIGITS = 60
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

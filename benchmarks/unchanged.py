@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ SMALL = {  # of each recipe: parts and settings that end within seconds
     "regression_2d": ("", ("steps=6",)),
     "cifar10_classifier": (
         "affine-conv1x1-none,affine-conv1x1-fd,additive-conv1x1-nf,affine-conv1x1-guarded",
-        ("epochs=1", "images=256", "test=64"),
+        ("epochs=1", "images=256", "test=200"),
     ),
     "cifar10_flow": (
         "affine,residual",
@@ -133,7 +133,7 @@ def audits() -> Iterator[tuple[str, Any]]:
         yield name, json.loads(record.to_json())
 
 
-def recipes() -> Iterator[tuple[str, Any]]:
+def recipes(wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Small runs, as a user types them."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -142,7 +142,7 @@ def recipes() -> Iterator[tuple[str, Any]]:
             x = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
             np.savez(root / f"cifar10_{split}.npz", x=x, y=rng.integers(0, 10, count, dtype=np.uint8))
         np.savez(root / "celeba64.npz", x=rng.integers(0, 256, (400, 64, 64, 3), dtype=np.uint8))
-        for name, (parts, settings) in SMALL.items():
+        for name, (parts, settings) in ((name, SMALL[name]) for name in wanted):
             command = [
                 sys.executable,
                 "-m",
@@ -160,8 +160,8 @@ def recipes() -> Iterator[tuple[str, Any]]:
             for setting in settings:
                 command += ["--set", setting]
             done = subprocess.run(command, capture_output=True, text=True)
-            files = sorted((root / name / "parts").glob("*.json"))
-            found = {path.name: json.loads(path.read_text()) for path in files}
+            files = [root / name / "ours.json", *sorted((root / name / "parts").glob("*.json"))]
+            found = {path.name: json.loads(path.read_text()) for path in files if path.exists()}
             yield (
                 name,
                 found
@@ -170,7 +170,7 @@ def recipes() -> Iterator[tuple[str, Any]]:
             )
 
 
-SECTIONS = {"bounds": bounds, "guard": guarded, "audits": audits, "recipes": recipes}
+SECTIONS = ("bounds", "guard", "audits", "recipes")
 
 
 # ---- how it is compared
@@ -202,22 +202,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="record here")
     parser.add_argument("--against", type=Path, help="compare with what was recorded")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--recipes", nargs="+", choices=list(SMALL), default=list(SMALL))
     args = parser.parse_args()
     if (args.write is None) == (args.against is None):
         parser.error("give --write FILE or --against FILE")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
+    sections = {"bounds": bounds, "guard": guarded, "audits": audits, "recipes": lambda: recipes(args.recipes)}
     for name in args.only:
         found[name] = {}
-        for what, value in SECTIONS[name]():
+        for what, value in sections[name]():
             found[name][what] = json.loads(json.dumps(still(value)))
             print(f"{name}: {what}", file=sys.stderr, flush=True)
     if args.write:
         args.write.write_text(json.dumps(found))
         return
     before = json.loads(args.against.read_text())
+    before["recipes"] = {name: row for name, row in before.get("recipes", {}).items() if name in args.recipes}
     lines = [line for name in args.only for line in differences(before[name], found[name], name)]
     print("\n".join(lines[:200]) or "nothing differs")
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in found.items())

@@ -37,6 +37,7 @@ NO_EXAMPLE = {
     "RUNGS",
     "Advice",
     "Demo",
+    "remedy",
     "run_demo",
     "Attempt",
     "Design",

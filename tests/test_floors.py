@@ -1,6 +1,7 @@
 """Imports go down only: the plan of the house, checked on the syntax tree."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,14 @@ BESIDE = {"report": {"errors", "record"}}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or not p.name.startswith("__"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -84,7 +90,7 @@ def test_light_core():
             or path.name == "fused.py"
         ):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -137,7 +143,7 @@ def calls_of_lu(tree: ast.AST):
 @pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SOURCE)) for p in FILES])
 def test_matrices_are_factored_in_one_place(path):
     """torch's own LU of several matrices is wrong on a CPU after torch.set_num_threads; `_linalg` is not."""
-    found = list(calls_of_lu(ast.parse(path.read_text())))
+    found = list(calls_of_lu(tree_of(path)))
     if path.name == "_linalg.py":
         assert len(found) == 7
     else:
@@ -151,3 +157,101 @@ WAYS = ["torch.linalg.inv(a)", "f = torch.linalg.slogdet", "a.logdet()", "a.inve
 def test_other_ways_to_factor_are_seen(line):
     assert list(calls_of_lu(ast.parse(line))) == [1]
     assert not list(calls_of_lu(ast.parse("block.inverse(z); torch.linalg.svdvals(a); _linalg.inv(a)")))
+
+
+# Names of torch and Python that have no public form.
+TORCH = """
+    _C _apply _autograd _backward_hooks _backward_pre_hooks _base _buffers _call_impl _compiled_call_impl _conv_forward _ConvNd
+    _BatchNorm _current_graph_task_id _current_level _DropoutNd _exit _foreach_copy_ _foreach_lerp_ _foreach_norm _forward_hooks
+    _forward_pre_hooks _functorch _get_default_store _getframe _global_backward_hooks
+    _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks _modules _NormBase
+    _parameters _reversed_padding_repeated_twice _schema _SpectralNorm _to_copy _top_saved_tensors_default_hooks _version
+"""
+# What a class shares with the few that it works with, and with no others.
+SHARED = {
+    "_ready": "ActNorm: whether it has started; for chains, penalties and training states",
+    "_caches": "Chain: fused weights; for its own run",
+    "_check_shape": "Chain: for its own run",
+    "_context": "a coupling's context; for its linearization and its memory-saving gradient",
+    "_halves": "likewise, both parts of its input",
+    "_shift": "likewise, its shift",
+    "_split": "likewise, its partition",
+    "_solutions": "Residual: where solvers start; for copies of the block",
+    "_cache": "a held layer's weight as it acts; for the functions beside it",
+    "_certificate": "a held layer: what was certified last; for training steps and their states",
+    "_held_to": "likewise, up to which norm",
+    "_hold": "likewise, the function that holds it",
+    "_diagonal": "a diagonal block's factors; for its determinant",
+    "_check": "Linearized: of the chain whose inverse it is",
+    "_road": "likewise",
+    "_structured": "likewise",
+    "_twins": "Subject: copies in other dtypes; emptied by the monitor between looks",
+    "_flag": "a guarded walk's flag on the device; for captured steps",
+}
+
+
+def private_names(tree: ast.AST):
+    """Names with one underscore in front that are read or set on anything but `self`, `cls` and `super()`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls", "super")):
+                yield node.attr
+
+
+def test_private_names_are_touched_by_their_own_class():
+    """Adapters read other libraries, whose private names are theirs."""
+    found = {}
+    for path in (p for p in FILES if room_of(p) != "adapters"):
+        for name in set(private_names(tree_of(path))) - set(TORCH.split()) - set(SHARED):
+            found.setdefault(name, []).append(str(path.relative_to(SOURCE)))
+    assert not found, f"{found}: ask the object for it, or write down here who shares the name"
+    assert set(private_names(ast.parse("self._a; super()._b; x._c; f(x)._d; x.__dict__"))) == {"_c", "_d"}
+
+
+# Filled once, while modules are imported; or weak, so that they keep nothing alive; or one for the whole process by its nature.
+STATE = {
+    "auditing/probes/probe.py": {"PROBES"},
+    "auditing/share.py": {"_rounds"},  # how often the processes of a group have met
+    "cures/rung.py": {"RUNGS"},
+    "models/_config.py": {"_BUILDERS"},
+    "nets/readable.py": {"_BORN", "_METHODS"},
+    "_torch.py": {"_LISTENING"},  # who wants to know of captured steps
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def changed_state(tree: ast.Module) -> set[str]:
+    """Names of a module that its functions bind anew, or change in place."""
+    names = {
+        target.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found = set()
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for function in (n for part in (tree, *classes) for n in part.body if isinstance(n, ast.FunctionDef)):
+        own = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
+        own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                found |= set(node.names)
+            owner = None
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                owner = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+                owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in names - own:
+                found.add(owner.id)
+    return found
+
+
+def test_modules_keep_no_state():
+    found = {str(p.relative_to(SOURCE)): changed_state(tree_of(p)) for p in FILES}
+    more = {path: names - STATE.get(path, set()) for path, names in found.items() if names - STATE.get(path, set())}
+    assert not more, f"{more}: pass it as an argument, or keep it weakly and write it down here"
+    assert changed_state(ast.parse("A = {}\nB = []\nC = {}\nC[1] = 2\ndef f(B):\n    A[0] = 1\n    B.append(1)")) == {
+        "A"
+    }

@@ -12,7 +12,7 @@ from bilip.adapters._proofs import AtanExpScale
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.bounds import BiLipschitz, exp_down, exp_up, norms
 from bilip.errors import InputError, PartitionError
-from bilip.nets import HeldConv2d, HeldLinear, conv_norm, matrix_norm, power_lower_bound
+from bilip.nets import MLP, Declared, HeldConv2d, HeldLinear, conv_norm, enclose, matrix_norm, power_lower_bound
 from bilip.nets.norms import gram_bounds, smallest_singular_value
 
 mpmath = pytest.importorskip("mpmath")
@@ -353,3 +353,26 @@ def test_the_path_of_an_ode_is_enclosed_for_any_product_of_constant_and_time(lip
         image = block.enclose(Box(0.0, 0.0, shape=(2,)))
         assert image.low[0].item() <= end <= image.high[0].item()
         assert rate * t <= block.bounds().log_forward
+
+
+@pytest.mark.numeric
+def test_infinite_boxes_have_infinite_inverse_constants():
+    s = MLP(1, 1, hidden=()).double()
+    s.layers[0].weight.data.fill_(1e-300)
+    block = blocks.AffineCoupling(MLP(1, 1, hidden=()).double(), s, scale="half_sigmoid")
+    assert block.log_lip_inverse(Box.everything((2,))) == math.inf
+
+
+@pytest.mark.numeric
+def test_the_bound_of_logit_near_its_edge():
+    low = -0.7499999999999994
+    bound = blocks.Logit(0.3).bounds(Box(low, 0.5, shape=(1,))).forward
+    assert bound >= 2.0588e15
+
+
+@pytest.mark.numeric
+def test_boxes_beyond_the_range_of_float64():
+    assert not enclose(Declared(nn.Identity(), lipschitz=1.0), Box(-1e306, 1e306, shape=(1,))).is_bounded
+    field = nn.Linear(1, 1, bias=False).double()
+    field.weight.data.fill_(720.0)
+    assert not blocks.NeuralODE(field).enclose(Box.point(torch.tensor([1e-12], dtype=torch.float64))).is_bounded

@@ -1,6 +1,8 @@
-"""Every reader meets a pipe, a device, a folder and a file without end in place of its file: one line, and no waiting."""
+"""Every reader meets a pipe, a device, a folder, a file without end or a spoilt one in place of its file: one line, and no waiting."""
 
+import functools
 import os
+import random
 import shutil
 import signal
 import threading
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import bilip
+import fuzz
 from bilip import models
 from bilip.data import as_source
 from bilip.data.images import load_plain
@@ -226,3 +229,28 @@ def test_what_leads_to_an_open_file_is_written_to_and_not_replaced(tmp_path, ins
         assert stdout.is_symlink()
         output.write(b"after\n")
     assert (tmp_path / "output").read_text() == "before\ncontent\nafter\n"
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_bad_input_of_every_kind_ends_in_one_line(kind, tmp_path, monkeypatch):
+    """A few cases of each kind of `benchmarks/fuzz.py`, in this process."""
+    monkeypatch.chdir(tmp_path)
+    few = functools.partial(bilip.audit, probes=["reconstruction", "log_det", "sampling"])
+    monkeypatch.setattr(bilip, "audit", few if kind == "record" else bilip.audit)
+    before = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    home = tmp_path / "home"
+    home.mkdir()
+    subject = fuzz.KINDS[kind](home)
+    count = {"record": 8, "checkpoint": 50, "state": 8, "data": 50, "command": 6, "model": 2}[kind]
+    found = []
+    for k in range(count - 1, 2 * count - 1) if kind in ("checkpoint", "data") else range(count):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        found.append(subject.run(k, random.Random(f"{kind} 0 {k}"), folder))
+        os.chdir(tmp_path)
+        if fuzz.is_whole(k):
+            assert found[-1] == "accepted"
+    torch.random.set_rng_state(before)
+    assert set(found) <= {"accepted", "refused"}, [text for text in found if text not in ("accepted", "refused")]
+    assert "refused" in found or kind == "model"

@@ -1,4 +1,5 @@
-"""Small things that every room needs, once: names and halves of dtypes, rows of contexts, transforms, and flags of captured steps.
+"""Small things that every room needs, once: names and halves of dtypes, rows of contexts, transforms,
+values that are kept while they are right, and flags of captured steps.
 
 A step that is recorded as a CUDA graph may not stop to look at a number, so what goes on in it raises a `Flag`.
 """
@@ -7,14 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["Flag", "capturing", "dtype_name", "half_digits", "is_transformed", "noting", "rows"]
+__all__ = [
+    "EvalCache",
+    "Flag",
+    "Replayed",
+    "can_be_read",
+    "can_record",
+    "capturing",
+    "dtype_name",
+    "half_digits",
+    "is_transformed",
+    "keeping",
+    "noting",
+    "reusing",
+    "rows",
+]
+
+_KEEPING: ContextVar[bool] = ContextVar("keeping", default=False)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,6 +91,83 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at here: not while tracing, transforming, or capturing a CUDA graph.
+
+    Example:
+        >>> can_be_read(torch.zeros(2))
+        True
+    """
+    return not is_transformed() and not capturing(tensor)
+
+
+_REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
+
+
+@contextlib.contextmanager
+def reusing() -> Iterator[None]:
+    """Let values be reused in training mode too: for the many evaluations of one iterative solve, without gradients."""
+    token = _REUSING.set(True)
+    try:
+        yield
+    finally:
+        _REUSING.reset(token)
+
+
+class EvalCache:
+    """Keeps `compute(weight)` in evaluation mode, for as long as `weight` holds the same numbers and no gradient goes to it: under
+    `no_grad`, or where it is frozen.
+
+    The key is the values themselves, not a version counter: writing through `weight.data` moves no counter.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, dict[Callable[[Tensor], Tensor], Tensor]] | None = None  # the weight, values of it
+
+    def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """The value for `weight`, from the cache when that is allowed and right."""
+        return self.get_all(owner, weight, (compute,))[0]
+
+    def get_all(self, owner: nn.Module, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+        """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if keeping() and capturing(weight) and not (owner.training or learns) and self._holds(weight, computes):
+            return [self._kept[1][compute] for compute in computes]  # type: ignore[index]
+        if (owner.training and not _REUSING.get()) or learns or not can_be_read(weight):
+            self.clear()
+            return [compute(weight) for compute in computes]
+        kept = self._kept  # once: other threads may empty or replace it meanwhile
+        if kept is None or not _same(kept[0], weight):
+            kept = self._kept = weight.detach().clone(), {}
+        values = kept[1]
+        for compute in computes:
+            if compute not in values:
+                values[compute] = compute(weight)
+        return [values[compute] for compute in computes]
+
+    def _holds(self, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> bool:
+        """Whether there are values for a weight like this one, whose numbers cannot be read."""
+        if self._kept is None or is_transformed():
+            return False
+        key, values = self._kept
+        alike = key.device == weight.device and key.dtype == weight.dtype and key.shape == weight.shape
+        return alike and all(compute in values for compute in computes)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._kept = None
+
+    def __deepcopy__(self, memo: dict) -> EvalCache:
+        return EvalCache()
+
+    def __reduce__(self):
+        return (EvalCache, ())
+
+
+def _same(key: Tensor, weight: Tensor) -> bool:
+    return key.device == weight.device and key.dtype == weight.dtype and torch.equal(key, weight)
+
+
 class Flag:
     """A number on the device. Above 1, the step that raised it has to be run again without its graph.
 
@@ -124,3 +219,121 @@ def noting(flags: list[Flag]) -> Iterator[None]:
         yield
     finally:
         _LISTENING.remove(flags)
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    token = _KEEPING.set(True)
+    try:
+        yield
+    finally:
+        _KEEPING.reset(token)
+
+
+def keeping() -> bool:
+    """Whether what is recorded now may read values that were computed before: no weight changes between its replays."""
+    return _KEEPING.get()
+
+
+def can_record(*tensors: Tensor) -> bool:
+    """Whether work on these tensors can be recorded as a CUDA graph now.
+
+    Example:
+        >>> can_record(torch.zeros(2))
+        False
+    """
+    return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+
+
+class Replayed:
+    """A function of tensors that is called many times, while no weight changes: on a GPU its launches are recorded, then replayed at once.
+
+    Thousands of small launches keep the host busy for longer than the device. The first call, and the second, run as they are. Then the
+    function is recorded with the tensors of the first and replayed with those of the second, and if that gives what the second call gave,
+    all others with these shapes are replays. Otherwise, and where the function cannot be recorded, for instance because it looks at a
+    number, all calls run as they are.
+
+    Args:
+        function: What is recorded; it gives a tensor or a tuple of tensors, without gradients, and draws no random numbers.
+        plain: The same, for calls that run as they are; by default the function itself.
+
+    Attributes:
+        replays: How many calls were replays.
+        failed: Why there are none; empty if there may be.
+
+    Example:
+        >>> double = Replayed(lambda x: 2 * x)
+        >>> [double(torch.full((1,), k)).item() for k in (1.0, 2.0, 3.0)], double.replays
+        ([2.0, 4.0, 6.0], 0)
+    """
+
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> None:
+        self.function, self.plain = function, plain or function
+        self.replays, self.failed = 0, ""
+        self._inputs: list[Tensor] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._found: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self.failed or not can_record(*inputs):
+            return self.plain(*inputs)
+        if not self._inputs:
+            found = self.plain(*inputs)
+            self._inputs = [x.detach().clone() for x in inputs]
+            return found
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(self._inputs, inputs, strict=True)):
+            return self.plain(*inputs)
+        if self._graph is not None:
+            self.replays += 1
+            return self._replay(self._graph, inputs)
+        found = self.plain(*inputs)
+        self._record(inputs, found)
+        return found
+
+    def _record(self, inputs: tuple[Tensor, ...], found: Any) -> None:
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.device_of(inputs[0]), _kept():
+                side = torch.cuda.Stream()
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):  # what libraries allocate at a first call on another stream
+                    self.function(*self._inputs)
+                stream.wait_stream(side)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self._found = self.function(*self._inputs)
+            self._graph = graph
+            again = self._replay(graph, inputs)
+            if not all(_alike(a, b) for a, b in zip(_each(found), _each(again), strict=True)):
+                self.failed = "a replay gave other numbers"
+        except BaseException as error:
+            self.failed = str(error) or type(error).__name__
+            torch.cuda.set_stream(stream)  # a recording that was broken off leaves its own
+            torch.cuda.synchronize()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if self.failed:
+                self._graph = self._found = None
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, inputs: tuple[Tensor, ...]) -> Any:
+        for static, x in zip(self._inputs, inputs, strict=True):
+            static.copy_(x)
+        graph.replay()
+        copies = tuple(value.clone() for value in _each(self._found))
+        return copies if isinstance(self._found, tuple) else copies[0]
+
+
+def _each(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, but for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    size = float(torch.where(torch.isfinite(a), a, 0.0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * size, equal_nan=True)

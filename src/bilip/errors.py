@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 __all__ = [
     "BilipError",
     "CheckpointError",
@@ -22,6 +25,7 @@ __all__ = [
     "Stopped",
     "TrainingDiverged",
     "UnknownLipschitz",
+    "need",
     "said_by",
 ]
 
@@ -98,6 +102,22 @@ class CheckpointError(BilipError, ValueError):
 
 class MissingExtra(BilipError, ImportError):
     """An optional dependency that is not installed; the message names the extra."""
+
+
+def need(module: str, purpose: str, extra: str = "report") -> Any:
+    """A module of an optional dependency.
+
+    Raises:
+        MissingExtra: It is not installed.
+
+    Example:
+        >>> need("json", "the example").dumps(1)
+        '1'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(f"{purpose} needs {module.split('.')[0]}: pip install 'bilip[{extra}]'.") from error
 
 
 class ContractViolation(BilipError, AssertionError):

@@ -281,3 +281,79 @@ def test_an_assertion_in_an_nflows_spline_is_located_to_its_samples():
     m = Reconstruction(batch=len(x), rounds=1).measure(model, x)
     assert m["share_failed"] * len(x) == pytest.approx(int(outcome.failed.sum()))
     assert {row["sample"] for row in m.rows} >= set(outcome.failed.nonzero().flatten().tolist()[:8])
+
+
+def made(forward, inverse):
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return forward(self, x)
+
+        def inverse(self, z):
+            return inverse(self, z)
+
+    return Made()
+
+
+def zeros(x):
+    return x.new_zeros(len(x))
+
+
+def judged(model, x, use):
+    probes = ["consistency", "reconstruction", "likelihood", "log_det"]
+    return bilip.audit(model, x, budget=replace(BUDGETS["quick"], bad_share=0.1), probes=probes).verdicts[use]
+
+
+def test_an_exploding_inverse_is_not_called_a_cache():
+    model = made(lambda s, x: (torch.tanh(20 * x), zeros(x)), lambda s, z: (torch.atanh(z) / 20, zeros(z)))
+    verdict = judged(model, torch.randn(300, 3), "inversion")
+    assert verdict.status == "unsafe"
+    assert verdict.number == "share_bad"
+
+
+def test_a_model_that_works_in_place():
+    x = torch.randn(300, 3)
+    before = x.clone()
+    clamped = made(lambda s, x: (x.clamp_(-1, 1), zeros(x)), lambda s, z: (z, zeros(z)))
+    assert judged(clamped, x, "inversion").status == "unsafe"
+    assert torch.equal(x, before)
+    log = 3 * torch.log(torch.tensor(2.0))
+    doubled = made(lambda s, x: (x.mul_(2), zeros(x) + log), lambda s, z: (z.div_(2), zeros(z) - log))
+    assert judged(doubled, x, "likelihood").status == "safe"
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("claim", [-999.0, 192 * 0.6931471805599453])
+def test_a_log_det_beyond_the_limit_of_slogdet_is_held_against_an_estimate(claim):
+    model = made(lambda s, x: (x * s.w, x.new_full((len(x),), claim)), lambda s, z: z / s.w)
+    assert judged(model, torch.randn(64, 3, 8, 8), "likelihood").status == ("safe" if claim > 0 else "unsafe")
+
+
+def test_small_data_with_a_wrong_inverse():
+    model = made(lambda s, x: (x.clone(), zeros(x)), lambda s, z: (0 * z, zeros(z)))
+    assert judged(model, 1e-5 * torch.randn(300, 3), "inversion").status == "unsafe"
+
+
+def test_a_model_with_a_stray_float64_parameter():
+    normflows = pytest.importorskip("normflows")
+    torch.manual_seed(0)
+    net = normflows.nets.LipschitzMLP([4, 32, 4], init_zeros=False, lipschitz_const=0.9)
+    flow = normflows.NormalizingFlow(normflows.distributions.DiagGaussian(4), [normflows.flows.Residual(net)])
+    assert judged(flow, torch.randn(64, 4), "likelihood").status == "safe"
+
+
+def test_an_estimated_log_det_is_not_accused():
+    model = made(
+        lambda s, x: (2 * x, zeros(x) + 3 * 0.6931471805599453 + 0.1 * torch.randn(len(x))),
+        lambda s, z: (z / 2, zeros(z) - 3 * 0.6931471805599453 + 0.1 * torch.randn(len(z))),
+    )
+    assert judged(model, torch.randn(100, 3), "likelihood").status == "safe"
+
+
+def test_without_the_consistency_probe_nothing_is_safe():
+    model = made(lambda s, x: (2 * x, zeros(x)), lambda s, z: (z / 2, zeros(z)))
+    record = bilip.audit(model, torch.randn(50, 3), budget="quick", probes=["reconstruction"])
+    assert record.verdicts["likelihood"].status == "not-measured"

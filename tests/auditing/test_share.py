@@ -56,7 +56,7 @@ AUDIT = (
     "--budget",
     "quick",
     "--probes",
-    "reconstruction,likelihood,sampling,consistency,blame",
+    "reconstruction,likelihood,sampling,consistency,attack,blame,precision",
 )
 
 
@@ -128,6 +128,37 @@ def test_ctrl_c_keeps_what_all_of_them_measured(folder):
     assert run.returncode
     assert said.count("bilip: stopped") == 1
     assert bilip.AuditRecord.load(folder / "stopped.json").settings["stopped"] is True
+
+
+def test_several_processes_begin_with_the_longest_tasks_and_divide_them(monkeypatch):
+    torch.manual_seed(0)
+    flow, x = bilip.Flow(bilip.models.real_nvp(2, blocks=2)), np.random.default_rng(0).normal(size=(64, 2))
+    options = {
+        "ood": ["uniform"],
+        "budget": "quick",
+        "probes": "consistency,bounds,gradient_angle,attack,blame,precision",
+    }
+    begun = []
+
+    def all_of(self, tasks, order, do):
+        """One process in the place of several, which takes the tasks in the order that is asked for."""
+        order, found = list(order), {}
+        assert sorted(order) == list(range(len(tasks)))
+        for k in order:
+            begun.append((tasks[k][0].name, tasks[k][2]))
+            found[k] = do(tasks[k], len(found))
+        return [found[k] for k in range(len(tasks))]
+
+    one = bilip.audit(flow, x.astype("float32"), **options)
+    monkeypatch.setattr(Share, "__init__", lambda self, **o: vars(self).update(rank=0, size=2, interrupted=False))
+    monkeypatch.setattr(Share, "gather", lambda self, mine: [mine, mine])
+    monkeypatch.setattr(Share, "all_of", all_of)
+    several = bilip.audit(flow, x.astype("float32"), **options)
+    assert begun[:4] == [("attack", 0), ("attack", 1), ("attack", 2), ("gradient_angle", None)]
+    names = [name for name, _ in begun]
+    assert names.index("precision") < names.index("blame")
+    assert several.measurements == one.measurements
+    assert several.verdicts == one.verdicts
 
 
 def test_without_a_group_it_says_what_to_do():

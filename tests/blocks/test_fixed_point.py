@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bilip.blocks import fixed_point
 from bilip.blocks.fixed_point import solve_fixed_point
 from bilip.errors import InputError
 
@@ -124,6 +125,47 @@ def test_one_step_beyond_the_best_iterate_is_free():
     assert len(seen) == int(solution.evaluations)
     assert torch.equal(solution.x, y - 0.5 * seen[-1])
     assert float((y - 1.5 * solution.x).abs()) == pytest.approx(0.5 * float(solution.residual), rel=1e-9)
+
+
+def test_an_expected_end_saves_an_evaluation_where_plain_steps_are_fast():
+    y, target = torch.linspace(0.2, 3, 40, dtype=D).view(20, 2), torch.full((20,), 1e-6, dtype=D)
+
+    def g(x, rows):
+        return 0.1 * torch.sin(x)
+
+    usual, expected = (solve_fixed_point(g, y, target, expect=expect) for expect in (False, True))
+    assert bool((expected.evaluations <= usual.evaluations).all())
+    assert int(expected.evaluations.max()) == int(usual.evaluations.max()) - 1
+    assert bool(((y - expected.x - g(expected.x, None)).norm(dim=1) <= target).all())
+    slow = [solve_fixed_point(lambda x, rows: -0.9 * x, y, target, expect=expect) for expect in (False, True)]
+    assert int(slow[1].evaluations.max()) <= int(slow[0].evaluations.max())
+
+
+def test_fast_plain_steps_go_on_without_bookkeeping(monkeypatch):
+    """As far as rounding allows, with the same result as with bookkeeping; slower ones are left to acceleration."""
+    y, target = torch.linspace(0.2, 3, 40, dtype=D).view(20, 2), torch.full((20,), 1e-14, dtype=D)
+    maps = {0.2: lambda x, rows: 0.2 * torch.sin(x), 0.6: lambda x, rows: 0.6 * torch.sin(x)}
+    found = {c: solve_fixed_point(g, y, target) for c, g in maps.items()}
+    monkeypatch.setattr(fixed_point._Start, "reaches", lambda *args, **options: False)
+    for c, g in maps.items():
+        other = solve_fixed_point(g, y, target)
+        assert torch.equal(found[c].evaluations, other.evaluations)
+        torch.testing.assert_close(found[c].x, other.x, rtol=0, atol=1e-13)
+    monkeypatch.undo()
+    monkeypatch.setattr(fixed_point, "_State", None)
+    assert int(solve_fixed_point(maps[0.2], y, target).evaluations.max()) > fixed_point.WARM_UP + 1
+    with pytest.raises(TypeError):
+        solve_fixed_point(maps[0.6], y, target)
+
+
+def test_it_goes_on_from_where_it_is_told_to():
+    y, target = torch.ones(3, 2, dtype=D), torch.full((3,), 1e-12, dtype=D)
+    there = torch.full((3, 2), 1 / 1.9, dtype=D) + 1e-10
+    far = solve_fixed_point(lambda x, rows: 0.9 * x, y, target, method="plain")
+    for method in ("plain", "anderson"):
+        near = solve_fixed_point(lambda x, rows: 0.9 * x, y, target, method=method, start=there)
+        assert int(near.evaluations.max()) < int(far.evaluations.max()) / 2
+        torch.testing.assert_close(near.x, far.x, rtol=0, atol=1e-11)
 
 
 def test_where_the_residual_will_do_rounding_is_not_fought():

@@ -5,9 +5,10 @@ import pickle
 import pytest
 import torch
 
-from bilip import blocks
+from bilip import Box, blocks
 from bilip.blocks import ActNorm, Chain, DiagonalScaling, InvertibleConv1x1, Permutation
 from bilip.errors import InputError, NoGlobalBound, NonFiniteParameters, NotInitialized, PartitionError
+from bilip.nets import HeldLinear, matrix_norm
 
 pytestmark = pytest.mark.numeric
 
@@ -224,3 +225,31 @@ def test_a_permutation_of_many_channels_is_told_apart_in_bfloat16():
         before = block.inverse_matrix()
         block.permutation[256:258] = torch.tensor([257, 256])
         assert not torch.equal(block.inverse_matrix(), before)
+
+
+def test_orthogonal_matrices_keep_up_with_the_dtype():
+    block = blocks.InvertibleConv1x1(8, kind="orthogonal").double()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    assert float((block.inverse(block(x)) - x).abs().max()) < 1e-13
+
+
+def test_caches_know_all_they_depend_on():
+    held = HeldLinear(4, 4, coefficient=2.0).eval()
+    plu = blocks.InvertibleConv1x1(3, kind="plu").eval()
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        held.weight.mul_(100)
+        held.held_weight()
+        held.coefficient = 0.5
+        assert matrix_norm(held.held_weight()) <= 0.5
+        plu.inverse(x)
+        plu.sign.neg_()
+        assert torch.allclose(plu.inverse(plu(x)), x, atol=1e-5)
+
+
+def test_singular_matrices_are_called_singular():
+    block = blocks.InvertibleConv1x1(2)
+    block.weight.data.fill_(1.0)
+    for call in (lambda: block.bounds(), lambda: Chain(block, shape=(2,)).bounds(Box(-1, 1))):
+        with pytest.raises(NoGlobalBound, match="singular to working precision"):
+            call()

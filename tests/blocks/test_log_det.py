@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bilip import blocks
 from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
 from bilip.blocks.log_det import LipSwish, one_draw, probes, series_error, weighted_series
 from bilip.blocks.residual import _Branch
@@ -681,3 +682,20 @@ def test_default_estimators():
 def test_bad_input(make):
     with pytest.raises(InputError, match="expected"):
         make()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "block",
+    [
+        blocks.Residual(MLP(3, 3, lipschitz=0.8)).eval(),
+        blocks.Residual(MLP(3, 3, lipschitz=0.8), log_det=blocks.Series(5)).eval(),
+        blocks.NeuralODE(MLP(3, 3, activation="tanh"), method="rk4", options={"step_size": 0.2}),
+    ],
+    ids=["exact", "series", "ode"],
+)
+def test_log_dets_in_inference_mode(block):
+    with torch.inference_mode():
+        z, log_det = block.forward_and_log_det(torch.randn(4, 3))
+        assert torch.isfinite(log_det).all()
+        assert block.inverse(z).shape == (4, 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bilip import Box
+from bilip import Box, blocks
 from bilip.blocks import NeuralODE
 from bilip.errors import InputError, SolverFailed
 from bilip.nets import MLP, spectral
@@ -131,3 +131,11 @@ def test_held_layers_are_certified_once_for_all_evaluations(monkeypatch, trainin
         with torch.no_grad():
             for p in block.parameters():
                 p.add_(1e-3 * p.norm() * torch.randn_like(p) / p.numel() ** 0.5)
+
+
+@pytest.mark.numeric
+def test_contexts_of_neural_odes():
+    field = MLP(2, 2, context=3, activation="tanh")
+    block = blocks.NeuralODE(field)
+    assert block.bounds(Box(-1, 1, shape=(2,)), context=Box(-1, 1)).image.is_bounded
+    assert block.bounds(Box(-1, 1, shape=(2,)), context=Box(-1, 1, shape=(2,))).image.is_bounded

@@ -12,7 +12,7 @@ import bilip
 from bilip import blocks
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Chain, FactorOut, Invert, Residual, Split
 from bilip.bounds import Box
-from bilip.errors import UnknownLipschitz
+from bilip.errors import InputError, UnknownLipschitz
 from bilip.nets import MLP
 
 BOX = Box(-1, 1, shape=(4,))
@@ -311,3 +311,11 @@ def test_nets_inside_blocks_pass_the_same_check():
             make(nn.Sequential(nn.Linear(2, 2), act)).bounds(Box(-1, 1, shape=(2 if make is blocks.NeuralODE else 4,)))
     with pytest.raises(UnknownLipschitz, match="ReLU has its method forward replaced"):
         Residual(nn.Sequential(nn.Linear(2, 2), act))
+
+
+@pytest.mark.numeric
+def test_nets_that_overwrite_their_input_are_refused():
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    for make in (lambda: blocks.AdditiveCoupling(net), lambda: blocks.Residual(net)):
+        with pytest.raises(InputError, match=r"works in place and would overwrite .* inplace=False"):
+            make()

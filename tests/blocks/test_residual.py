@@ -7,8 +7,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bilip import Box, Chain, models
-from bilip.blocks import Residual, inverting
+from bilip import Box, Chain, Invert, blocks, models
+from bilip.blocks import Residual, inverting, residual
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
 from bilip.nets.certify import double_twin
@@ -386,6 +386,32 @@ def test_a_looser_tolerance_takes_fewer_evaluations_and_states_its_error():
         pass
 
 
+def test_where_an_expected_end_does_not_come_true_the_solve_goes_on(monkeypatch):
+    """What is stated is what was found, and the tolerance is met."""
+
+    class Offset(nn.Module):  # the first step is long, those after are short and slow
+        def forward(self, x):
+            return torch.cat((torch.ones_like(x[:, :1]), 0.95 * x[:, 1:]), 1)
+
+    block = Residual(Declared(Offset(), lipschitz=0.95, error=1e-14)).eval().double()
+    z = torch.tensor([[0.3, 0.01], [0.3, 1e-9], [-2.0, 0.02]], dtype=torch.float64)
+    seen, original = [], residual.solve_fixed_point
+
+    def noting(*args, **options):
+        seen.append(options.get("start") is not None)
+        return original(*args, **options)
+
+    monkeypatch.setattr(residual, "solve_fixed_point", noting)
+    exact = torch.stack((z[:, 0] - 1, z[:, 1] / 1.95), 1)
+    for tolerance, count in ((1.0, 1), (1e-1, 2), (1e-3, 1)):
+        seen.clear()
+        solution = block.solve(z, tolerance=tolerance)
+        assert len(seen) == count  # at the loosest it comes true, and at the tightest it is not expected so soon
+        assert bool(solution.converged.all())
+        assert bool(((solution.x - exact).norm(dim=1) <= solution.error_bound).all())
+    assert int(solution.evaluations[1]) == 2
+
+
 def launches(call):
     class Count(TorchDispatchMode):
         number = 0
@@ -428,3 +454,21 @@ def test_a_solve_is_the_same_in_training_mode_and_sees_changed_weights(training)
         assert bool(solution.converged.all())
         with torch.no_grad():
             assert torch.allclose(block(solution.x), y, atol=1e-5)
+
+
+@pytest.mark.numeric
+def test_implicit_gradients_under_functional_call():
+    torch.manual_seed(0)
+    model = Invert(blocks.Residual(MLP(2, 2, lipschitz=0.9, activation="tanh")).double())
+    z = torch.randn(3, 2, dtype=torch.float64)
+    lent = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+    got = torch.autograd.grad(torch.func.functional_call(model, lent, (z,)).sum(), list(lent.values()))
+    model.load_state_dict({name: p.detach() for name, p in lent.items()})
+    wanted = torch.autograd.grad(model(z).sum(), list(model.parameters()))
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+@pytest.mark.numeric
+def test_the_inverse_of_an_empty_batch():
+    assert blocks.Residual(MLP(2, 2, lipschitz=0.8)).eval().inverse(torch.zeros(0, 2)).shape == (0, 2)

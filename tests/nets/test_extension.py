@@ -209,6 +209,23 @@ def test_a_subclass_may_state_everything_anew():
     assert torch.equal(point_image(Redone(), x)[0], 100 * torch.sin(2 * x))
 
 
+class Tenfold(Declared):
+    """A declared net that is changed, with a constant for the changed map."""
+
+    def forward(self, x, context=None):
+        return 10 * self.net(x)
+
+    def log_lipschitz(self, shape=None, outputs=None):
+        return math.log(10 * self.lipschitz) + 1e-15
+
+
+def test_a_declared_net_that_is_changed_states_its_own_constant():
+    net, x = Tenfold(nn.Tanh(), lipschitz=1.0), torch.linspace(-1, 1, 6, dtype=F64).view(3, 2)
+    assert log_lipschitz(net) >= math.log(10)
+    value, error = point_image(net, x)
+    assert bool(((value - 10 * x.tanh()).norm(dim=1) <= error + 1e-14).all())
+
+
 def test_statements_of_the_wrong_kind_are_refused():
     with pytest.raises(UnknownLipschitz, match="tuple, not a bilip.Box"):
         enclose(NoBox(), Box(-1, 1, shape=(2,)))

@@ -320,3 +320,36 @@ def test_a_zero_weight_has_finite_gradients():
     torch.nn.init.zeros_(layer.weight)
     layer(torch.ones(2, 3)).sum().backward()
     assert torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, 5), (5, 7), (60, 50), (50, 60)])
+@pytest.mark.parametrize("unit", [1e-200, 1.0, 1e200])
+def test_gram_iteration_of_complex_matrices_is_that_of_their_real_form(rows, columns, unit):
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(3, 2, rows, columns, generator=generator, dtype=torch.float64) * unit
+    matrices = torch.complex(parts[:, 0], parts[:, 1])
+    true = torch.linalg.matrix_norm(matrices / unit, ord=2)
+    real = torch.cat((torch.cat((parts[:, 0], -parts[:, 1]), 2), torch.cat((parts[:, 1], parts[:, 0]), 2)), 1)
+    for steps in (0, 3, 10):
+        bound = gram_norms(matrices, steps) / unit
+        assert bool((bound >= true * (1 - 1e-12)).all())
+        assert bool((bound <= true * min(rows, columns) ** (0.5 / 2**steps) * (1 + 1e-9)).all())
+    # Every singular value comes twice in the real form, so its bound is larger by that root of two.
+    doubled = gram_norms(real, 10) / unit * 2 ** (-1 / 2**11)
+    torch.testing.assert_close(gram_norms(matrices, 10) / unit, doubled, rtol=1e-9, atol=0)
+    conjugate = matrices.mH  # a view, whose numbers are conjugated only when they are read
+    torch.testing.assert_close(gram_norms(conjugate, 10), gram_norms(matrices, 10), rtol=1e-9, atol=0)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 128, 512])
+def test_held_layers_in_half_precision(dtype, size):
+    layer = HeldLinear(size, size, coefficient=0.9).to(dtype)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    held = layer.held_weight()
+    assert matrix_norm(held) <= 0.9
+    assert bool((held.double() * layer.weight.double() >= 0).all())  # no sign is turned
+    conv = HeldConv2d(32, 32, 3, coefficient=0.9).to(dtype)
+    assert conv_norm(conv.held_weight()) <= 0.9

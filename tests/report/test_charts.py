@@ -1,12 +1,13 @@
-"""Figures hold all that was measured, also zeros, outliers and what is not finite."""
+"""Figures hold all that was measured, also zeros, outliers and what is not finite; matplotlib draws the same ones."""
 
 import json
 import math
 
 import pytest
 
-from bilip.record import Histogram, Measurement
-from bilip.report import charts
+from bilip.errors import InputError
+from bilip.record import AuditRecord, Histogram, Measurement
+from bilip.report import charts, plot
 from bilip.report.charts import LogScale
 from bilip.report.format import number, power, share
 from bilip.report.sections import attack, blame, precision, spectrum
@@ -95,3 +96,46 @@ def test_numbers_are_never_rounded_into_lies():
     assert number(-3e-9) == "-3e-9"
     assert number(10**400) == "Inf"
     assert power(-400.5) == "10^-400.5"
+
+
+SECTIONS = ("errors", "map", "blame", "spectrum", "precision", "attack", "sampling", "log-det")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("unsafe", SECTIONS[2:]), ("plane", ("errors", "map"))])
+def test_every_kind_of_figure_is_drawn_by_matplotlib(name, shown):
+    made = records.ALL[name]()
+    for section in shown:
+        figure = plot(made, section)
+        assert any(axes.has_data() for axes in figure.axes), section
+
+
+def test_bars_are_those_of_the_histogram():
+    h = Histogram.of([1e-7, 1e-7, 1e-1, float("inf")])
+    figure = plot(
+        AuditRecord(
+            measurements=(Measurement("reconstruction", "test", {"wrong_limit": 1e-3}, histograms={"relative": h}),)
+        )
+    )
+    assert sorted(bar.get_height() for bar in figure.axes[0].patches if bar.get_height() > 1) == [25.0, 25.0, 50.0]
+    assert sum(bar.get_hatch() is not None for bar in figure.axes[0].patches) == 2
+
+
+def test_a_probe_of_ones_own_is_plotted_by_its_name():
+    own = Measurement("reach", "test", histograms={"distance": Histogram.of([1.0, 2.0])})
+    assert plot(AuditRecord(measurements=(own,)), "reach").axes
+    assert plot(records.unsafe(), "log_det").axes
+    assert plot(records.unsafe(), "reconstruction", which=0).axes
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda r: plot(r, "spectrun"), r"Did you mean 'spectrum'\?"),
+        (lambda r: plot(r, "errors", which=7), "there are 1, counted from 0"),
+        (lambda r: plot("run.json"), "expected an AuditRecord"),
+    ],
+)
+def test_bad_calls_are_answered_in_one_line(call, said):
+    with pytest.raises(InputError, match=said) as caught:
+        call(records.unsafe())
+    assert "\n" not in str(caught.value)

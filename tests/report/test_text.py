@@ -1,15 +1,18 @@
-"""The terminal and Markdown: the numbers are there, and 80 columns are enough."""
+"""The terminal, Markdown and notebooks: the numbers are there, and 80 columns are enough."""
 
 import io
 import math
+import subprocess
+import sys
+from html.parser import HTMLParser
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from bilip.record import AuditRecord, Measurement, Quantity, Status, Verdict
-from bilip.report import compare, comparison_markdown, print_comparison, print_terminal, to_markdown
-from report import records
+from bilip.report import compare, comparison_markdown, notebook_html, print_comparison, print_terminal, to_markdown
+from report import chromium, records
 
 
 def terminal(show, thing, width=80) -> str:
@@ -152,3 +155,82 @@ def test_the_news_name_the_block_and_what_was_tried(still, said):
         "10%", "10 %"
     )
     assert line in to_markdown(record)
+
+
+class Checked(HTMLParser):
+    """Fails on a tag that is closed in the wrong order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.texts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_repr_is_a_few_lines(record):
+    lines = repr(record).splitlines()
+    assert len(lines) == 1 + len(record.verdicts)
+    assert len(repr(record)) < 1500
+
+
+def test_repr_of_many_uses_and_odd_names_stays_short():
+    verdicts = {f"use {k}": Verdict(f"use {k}", Status.SAFE, "x" * 5000) for k in range(50)}
+    text = repr(AuditRecord(model={"name": "a\n\x1b[31mb" * 100}, verdicts=verdicts))
+    assert len(text) < 3000
+    assert "and 39 more uses" in text
+    assert "\x1b" not in text
+
+
+def test_a_notebook_shows_verdict_number_reason_and_remedy(record):
+    shown = record._repr_html_()
+    parser = Checked()
+    parser.feed(shown)
+    assert parser.open == []
+    text = " ".join(parser.texts)
+    for verdict in record.verdicts.values():
+        assert verdict.reason[:30] in text
+        assert verdict.remedy[:30] in text
+    assert "<script" not in shown
+
+
+def test_a_notebook_says_what_is_lost_outside():
+    lost = Measurement("reconstruction", "far", {"share_bad": 0.25, "relative_max": 3.0})
+    source = {"name": "far", "role": "ood", "description": "data times 10"}
+    shown = notebook_html(AuditRecord(sources=(source,), measurements=(lost,)))
+    assert "25 % of far (data times 10) does not come back; relative errors reach 3." in shown
+
+
+def test_a_notebook_reads_no_tags_in_names():
+    evil = "<img src=x onerror=alert(1)>'\""
+    shown = notebook_html(
+        AuditRecord(model={"name": evil}, verdicts={evil: Verdict(evil, Status.UNSAFE, evil, remedy=evil)})
+    )
+    assert "<img" not in shown
+
+
+def test_records_do_not_import_the_report_until_shown():
+    unwanted = ("torch", "jinja2", "matplotlib")
+    code = "import sys, bilip.record; r = bilip.record.AuditRecord(); repr(r); assert 'bilip.report' not in sys.modules; r._repr_html_()"
+    code += f"; assert 'bilip.report' in sys.modules and not set({unwanted}) & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.browser
+@pytest.mark.process
+@pytest.mark.skipif(chromium.find() is None, reason=f"none of {', '.join(chromium.NAMES)} is installed")
+def test_the_table_fits_a_narrow_notebook(tmp_path):
+    path = tmp_path / "cell.html"
+    ready = "<script>window.bilipReady = Promise.resolve()</script>"
+    path.write_text(f"<!doctype html><meta charset=utf-8>{records.unsafe()._repr_html_()}{ready}", encoding="utf-8")
+    with chromium.Chromium() as browser:
+        page = browser.open(path, width=700)
+        assert page.evaluate("document.querySelectorAll('tbody tr').length") == 4
+        assert page.evaluate("document.documentElement.scrollWidth") <= 700

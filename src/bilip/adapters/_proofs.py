@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from bilip.blocks.scale import Scale, Suprema
 from bilip.errors import BilipError, UnknownLipschitz
-from bilip.nets.layers import LayeredNet, flatten, is_plain_linear, linear_size
+from bilip.nets.certify import flatten, is_plain_linear, linear_size
+from bilip.nets.layers import LayeredNet
 
 __all__ = ["AtanExpScale", "Joint", "SoftclipExpScale", "rearranged"]
 

@@ -14,7 +14,7 @@ from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
 from bilip.adapters.torch_distributions import event_log_det, require_inverse
 from bilip.blocks import AffineCoupling, Bijection, Indices, Invert, Permutation
 from bilip.errors import InputError
-from bilip.nets.layers import flatten
+from bilip.nets.certify import flatten
 
 __all__ = ["ZukoBase", "ZukoBlock", "recognise"]
 

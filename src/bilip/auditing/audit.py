@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from bilip._progress import Progress, silent
+from bilip._torch import dtype_name
 from bilip.auditing import probes as p
 from bilip.auditing.budget import BUDGETS, Budget, budget_named
 from bilip.auditing.float32 import float32_products, uses_tf32
@@ -33,8 +35,6 @@ from bilip.nets.certify import remembering
 from bilip.record import AuditRecord, Measurement, environment
 
 __all__ = ["BUDGETS", "Budget", "audit"]
-
-Progress = Callable[[str, float], None]
 
 
 def audit(
@@ -112,7 +112,7 @@ def audit(
         relative=thresholds.limit(subject.eps),
         bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
     )
-    show = progress or (_Line() if share.rank == 0 else _quiet)
+    show = progress or (_Line() if share.rank == 0 else silent)
     with (
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
@@ -172,6 +172,7 @@ class _Done:
     measurement: Measurement
     failing: Batch | None = None
     stopped: bool = False
+    piece: Any = None
 
 
 @dataclass
@@ -223,17 +224,29 @@ class _Run:
         return self.clock.rang or any(m.reason == self.clock.reason for m in self.measurements if m.reason)
 
     def _all_of(self, tasks: list[tuple[p.Probe, Source]]) -> None:
-        # What is measured once takes longest: another process does the rest meanwhile.
-        order = sorted(range(len(tasks)), key=lambda k: self.share.size > 1 and tasks[k][0].scope != "data")
-        for done in self.share.all_of(tasks, order, self._one):
+        """Measure some tasks. Several processes divide the probes that come in pieces, and put these together."""
+        several = self.share.size > 1
+        pieces = [probe.pieces if several else 1 for probe, _ in tasks]
+        units = [
+            (*task, k if count > 1 else None) for task, count in zip(tasks, pieces, strict=True) for k in range(count)
+        ]
+        # The longest first, and what is measured once: another process does the rest meanwhile.
+        order = sorted(range(len(units)), key=lambda k: (-units[k][0].load, units[k][0].scope != "data"))
+        every = iter(self.share.all_of(units, order if several else range(len(units)), self._one))
+        for (probe, stream), count in zip(tasks, pieces, strict=True):
+            found = [next(every) for _ in range(count)]
+            done = next((one for one in found if one.measurement.reason), found[0])
+            if count > 1 and not done.measurement.reason:
+                source = _at_failing(probe, stream, self.failing)
+                done = _Done(probe.find(self.subject, source, pieces=[one.piece for one in found]).measurement)
             self.measurements.append(done.measurement)
-            self.stopped = self.stopped or done.stopped
+            self.stopped = self.stopped or any(one.stopped for one in found)
             if done.failing is not None:
                 self.failing.setdefault(done.measurement.source, done.failing)
 
-    def _one(self, task: tuple[p.Probe, Source], begun: int) -> _Done:
-        """One probe on one source; `begun` counts the tasks of its group before it."""
-        probe, stream = task
+    def _one(self, task: tuple[p.Probe, Source, int | None], begun: int) -> _Done:
+        """One probe, or a piece of it, on one source; `begun` counts the tasks of its group before it."""
+        probe, stream, piece = task
         if self.share.interrupted and not self.keep_interrupted:
             raise KeyboardInterrupt
         self.stopped = self.stopped or self.share.interrupted
@@ -249,7 +262,8 @@ class _Run:
         try:
             self.show(text, min(1.0, done / len(self.plan)))
             with self.subject.watched(self.clock.check):
-                found = probe.find(self.subject, _at_failing(probe, stream, self.failing), progress=moved)
+                source = _at_failing(probe, stream, self.failing)
+                found = probe.find(self.subject, source, piece=piece, progress=moved)
         except KeyboardInterrupt:
             if not self.keep_interrupted:
                 raise
@@ -259,8 +273,8 @@ class _Run:
             return _Done(Measurement(probe.name, stream.name, reason=self.clock.reason))
         lost = found.failing
         if lost is not None and self.share.size > 1:  # it travels
-            lost = Batch(lost.x.cpu(), None if lost.context is None else lost.context.cpu(), lost.start)
-        return _Done(found.measurement, lost)
+            lost = lost.cpu()
+        return _Done(found.measurement, lost, piece=found.piece)
 
 
 class _Clock:
@@ -444,7 +458,7 @@ def _arithmetic(subject: p.Subject, autocast: torch.dtype | None, tf32: bool | N
         on = torch.is_autocast_enabled(kind)
         yield {
             "tf32": kind == "cuda" and uses_tf32(),
-            "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else "",
+            "autocast": dtype_name(torch.get_autocast_dtype(kind)) if on else "",
         }
 
 
@@ -464,7 +478,7 @@ def _about(subject: p.Subject, source: Source) -> dict[str, Any]:
     return {
         "name": subject.name,
         "library": subject.library,
-        "dtype": str(subject.dtype).removeprefix("torch."),
+        "dtype": dtype_name(subject.dtype),
         "device": subject.device.type,
         "parameters": sum(q.numel() for q in bijection.parameters()),
         "shape": list(source.shape),
@@ -494,10 +508,6 @@ def _device(subject: p.Subject) -> dict[str, str]:
     if subject.device.type != "cuda":
         return {"threads": str(torch.get_num_threads())}
     return {"device": torch.cuda.get_device_name(subject.device), "cuda": str(torch.version.cuda)}
-
-
-def _quiet(text: str, share: float) -> None:
-    """No progress shown."""
 
 
 class _Line:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from scipy.special import betaincinv
 
-__all__ = ["CONFIDENCE", "Looks", "Watch", "share_interval"]
+__all__ = ["CONFIDENCE", "Looks", "SequentialTest", "share_interval"]
 
 CONFIDENCE = 0.99
 _SPENT = (0.125, 0.5, 0.25)  # of the error, at the first looks; the rest is halved from look to look, and the sum is 1
@@ -90,14 +90,14 @@ class Looks:
 
 
 @dataclass
-class Watch:
+class SequentialTest:
     """Ranges of samples to examine, up to the look that decides; the caller counts `bad` as it goes.
 
     Example:
-        >>> watch = Watch(Looks(0.01), total=5000, batch=256)
-        >>> for start, stop in watch:
-        ...     watch.bad += 0
-        >>> watch.count, watch.look
+        >>> test = SequentialTest(Looks(0.01), total=5000, batch=256)
+        >>> for start, stop in test:
+        ...     test.bad += 0
+        >>> test.count, test.look
         (640, 1)
     """
 

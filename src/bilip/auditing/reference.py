@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bilip._torch import dtype_name
 from bilip.auditing.subject import Outcome, Subject, run_guarded
 from bilip.errors import NotMeasured
 
@@ -81,12 +82,10 @@ class Reference:
             if inside is None and dtype == torch.float64:
                 self._watched[call] = wide
                 return found
-            narrow = narrow or (_NARROW.format(_short(dtype)) if inside is None else _INSIDE.format(_short(inside)))
+            narrow = narrow or (
+                _NARROW.format(dtype_name(dtype)) if inside is None else _INSIDE.format(dtype_name(inside))
+            )
         raise NotMeasured(narrow)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _FEWER = (torch.float32, torch.float16, torch.bfloat16)

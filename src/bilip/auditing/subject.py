@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import dtype_name, half_digits
 from bilip.adapters import Adapted, Base, adapt
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
@@ -30,6 +31,7 @@ class Subject:
     Args:
         adapted: What `bilip.adapters.adapt` gave for the model.
         name: Name for reports.
+        copied: Whether it is a copy in another dtype, which runs without the user's autocast.
 
     Attributes:
         bijection: The map F from data to latents.
@@ -44,12 +46,12 @@ class Subject:
         (torch.float32, 2, torch.Size([3, 2]))
     """
 
-    def __init__(self, adapted: Adapted, name: str) -> None:
+    def __init__(self, adapted: Adapted, name: str, *, copied: bool = False) -> None:
         self.bijection: Bijection = adapted.bijection
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
-        self._twins: dict[torch.dtype, Subject | str] = {}
-        self.copied = False
+        self._copies: dict[torch.dtype, Subject | str] = {}
+        self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
         self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
 
@@ -66,7 +68,7 @@ class Subject:
         return subject
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_twins": {}, "tick": _nothing}
+        return {**self.__dict__, "_copies": {}, "tick": _nothing}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,7 +99,7 @@ class Subject:
 
         What a user can bear does not shrink when a model is converted to float64.
         """
-        return math.sqrt(max(self.eps, torch.finfo(torch.float32).eps))
+        return max(half_digits(self.dtype), half_digits(torch.float32))
 
     @property
     def parts(self) -> list[tuple[str, Bijection]]:
@@ -172,21 +174,25 @@ class Subject:
         Raises:
             NotMeasured: The model cannot be copied or converted.
         """
-        found = self._twins.get(dtype)
+        found = self._copies.get(dtype)
         if found is None:
             try:
                 bijection = (
                     copy.deepcopy(self.bijection, deepcopy_memo(self.bijection)).to(dtype).eval().requires_grad_(False)
                 )
-                found = Subject(Adapted(bijection, self.base_in(dtype, bijection), self.library), self.name)
-                found.copied = True
+                adapted = Adapted(bijection, self.base_in(dtype, bijection), self.library)
+                found = Subject(adapted, self.name, copied=True)
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
-                found = f"the model cannot be copied in {str(dtype).removeprefix('torch.')} ({said_by(error)})"
-            self._twins[dtype] = found
+                found = f"the model cannot be copied in {dtype_name(dtype)} ({said_by(error)})"
+            self._copies[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
         found.tick = self.tick
         return found
+
+    def forget_copies(self) -> None:
+        """Copies are made anew from then on: of a model that has been trained further, say."""
+        self._copies.clear()
 
     def linearized(
         self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: Linearized | None = None

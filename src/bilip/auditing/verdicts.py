@@ -105,7 +105,6 @@ class Check:
         high: The most.
         bad: For a share: how many samples.
         count: For a share: of how many.
-        looks: For a share: the schedule on which it was watched.
     """
 
     quantity: Quantity

@@ -7,10 +7,10 @@ import inspect
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import can_be_read
 from bilip.errors import InputError
-from bilip.nets.cache import is_plain
-from bilip.nets.conv import ConvNet
-from bilip.nets.layers import Declared, LayeredNet, overwriting
+from bilip.nets.certify import overwriting
+from bilip.nets.layers import ConvNet, Declared, LayeredNet
 
 __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_context"]
 
@@ -60,7 +60,7 @@ def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) 
 
 def _faster_channels_last(x: Tensor) -> bool:
     """Whether to convolve with the channels innermost: faster on the CPU, but for small batches of small images."""
-    if x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or not is_plain(x):
+    if x.ndim != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or not can_be_read(x):
         return False
     return x.shape[0] * x.shape[2] * x.shape[3] >= 2048 and not x.is_contiguous(memory_format=torch.channels_last)
 

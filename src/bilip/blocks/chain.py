@@ -9,7 +9,7 @@ from typing import TypeGuard, overload
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import is_transformed
+from bilip._torch import EvalCache, is_transformed
 from bilip.blocks.bijection import Bijection, Reach, Step
 from bilip.blocks.conv1x1 import InvertibleConv1x1, Stack, invert, log_abs_det
 from bilip.blocks.diagonal import ActNorm
@@ -18,7 +18,6 @@ from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
-from bilip.nets.cache import EvalCache
 from bilip.nets.readable import is_itself, is_watched
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
 

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip import _linalg
-from bilip._torch import capturing
+from bilip._torch import EvalCache, capturing
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import EPS, Box, as_float64, exp_up, log_norm, log_of, log_product, log_sum, norms
 from bilip.errors import InputError, NoGlobalBound, PartitionError
-from bilip.nets.cache import EvalCache
 from bilip.nets.norms import matrix_norm, smallest_singular_value
 
 __all__ = ["InvertibleConv1x1", "Stack", "invert", "log_abs_det"]

@@ -8,7 +8,8 @@ such steps the sample goes on plainly. So the accelerated solver needs at most t
 one, and mostly far fewer.
 
 What is returned is one plain step beyond the best iterate. It costs nothing, as $g$ is known there, and but for rounding the
-error shrinks by the contraction factor once more.
+error shrinks by the contraction factor once more. Who looks at the residual of what is returned anyway can let the iteration `expect`
+that: where plain steps shrink the residual fast, it ends one evaluation earlier.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def solve_fixed_point(
     memory: int = 5,
     max_evaluations: int = 1000,
     enough: Tensor | None = None,
+    start: Tensor | None = None,
+    expect: bool = False,
 ) -> FixedPoint:
     r"""Iterate until $|y - x - g(x)| \le$ `target` for each sample, or until nothing improves any more.
 
@@ -66,6 +69,9 @@ def solve_fixed_point(
         memory: How many residuals Anderson acceleration combines.
         max_evaluations: When to give up on a sample.
         enough: A residual for each sample that will do: below it two evaluations without a better one end the sample.
+        start: Where to begin; by default at y.
+        expect: Among the first plain steps, end also where the residual after the step beyond is expected to be half of the target, at the
+            rate of the step before.
 
     Example:
         >>> solution = solve_fixed_point(lambda x, rows: 0.9 * x, torch.ones(1, 2), torch.tensor([1e-6]))
@@ -77,14 +83,15 @@ def solve_fixed_point(
             f"solve_fixed_point(method={method!r}, memory={memory}, max_evaluations={max_evaluations}) is not possible."
         )
     rows = torch.arange(len(y), device=y.device)
-    start = _Start(y)
-    if start.reaches(g, target, rows, min(WARM_UP + 1, max_evaluations)):
-        return start.found(target)
+    first = _Start(y, y if start is None else start)
+    if first.reaches(g, target, rows, max_evaluations, expect=expect):
+        return first.found()
     state = _State(y, memory if method == "anderson" else 0)
+    state.proposal = y if start is None else start
     enough = target if enough is None else enough
     for k in range(max_evaluations):
-        known = k < len(start.residuals)  # samples that are not done yet have taken the same plain steps
-        r = start.residuals[k][rows] if known else y[rows] - state.proposal - g(state.proposal, rows)
+        known = k < len(first.residuals)  # samples that are not done yet have taken the same plain steps
+        r = first.residuals[k][rows] if known else y[rows] - state.proposal - g(state.proposal, rows)
         state.step(r, target[rows], enough[rows], rows)
         going = state.going
         if not bool(going.all()):
@@ -96,17 +103,22 @@ def solve_fixed_point(
 
 
 class _Start:
-    """The first plain steps, for all samples and without any bookkeeping: on a device, that takes longer than a small g."""
+    """Plain steps for all samples and without any bookkeeping, which on a device takes longer than a small g: a few of them, and more as
+    long as they are fast.
+    """
 
-    def __init__(self, y: Tensor) -> None:
-        self.y = self.best = y
+    def __init__(self, y: Tensor, start: Tensor) -> None:
+        self.y, self.start, self.best = y, start, y
         self.residuals: list[Tensor] = []
         self.sizes: list[Tensor] = []
+        self.under_way: list[Tensor] = []
 
-    def reaches(self, g: Callable[[Tensor, Tensor], Tensor], target: Tensor, rows: Tensor, steps: int) -> bool:
+    def reaches(
+        self, g: Callable[[Tensor, Tensor], Tensor], target: Tensor, rows: Tensor, steps: int, *, expect: bool
+    ) -> bool:
         """Whether all samples reach their target; the whole batch is looked at once for each evaluation."""
-        x, least = self.y, None
-        for _ in range(steps):
+        x, least, done = self.start, None, torch.zeros_like(target, dtype=torch.bool)
+        for k in range(steps):
             r = self.y - x - g(x, rows)
             size = norms(r)
             x = x + r
@@ -114,17 +126,21 @@ class _Start:
             wide = (size <= better).view(-1, *[1] * (x.ndim - 1))
             self.best = x if least is None else torch.where(wide, x, self.best)
             least = better
+            reached = least <= target
+            ratio = size / self.sizes[-1] if k else torch.full_like(size, torch.inf)
+            done = done | reached | (2 * size * ratio <= target) if expect else reached
             self.residuals.append(r)
             self.sizes.append(size)
-            if bool((least <= target).all()):
+            self.under_way.append(~done)
+            if bool(done.all()):
                 return True
+            if k >= WARM_UP and not bool((reached | (ratio < FAST)).all()):
+                return False
         return False
 
-    def found(self, target: Tensor) -> FixedPoint:
+    def found(self) -> FixedPoint:
         """The solution, if all have reached it."""
-        sizes = torch.stack(self.sizes)
-        before = (sizes.cummin(0).values > target).sum(0)  # evaluations that did not reach it
-        return FixedPoint(self.best, sizes.amin(0), before + 1)
+        return FixedPoint(self.best, torch.stack(self.sizes).amin(0), torch.stack(self.under_way).sum(0) + 1)
 
 
 class _State:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import is_transformed
+from bilip._torch import can_be_read, is_transformed
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
 from bilip.nets import certify
-from bilip.nets.cache import is_plain
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 
 __all__ = ["NeuralODE"]
@@ -106,7 +105,7 @@ class NeuralODE(Bijection):
             ) from error
         end = tuple(part[-1] for part in path) if isinstance(path, tuple) else path[-1]
         first = end[0] if isinstance(end, tuple) else end
-        if is_plain(first) and not bool(torch.isfinite(first).all()):
+        if can_be_read(first) and not bool(torch.isfinite(first).all()):
             bad = int((~torch.isfinite(first.flatten(1)).all(1)).sum())
             raise SolverFailed(
                 f"NeuralODE: {bad} of {len(first)} samples are not finite after integration; the field grows "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from bilip._torch import capturing, is_transformed
+from bilip._torch import capturing, is_transformed, reusing
 from bilip.blocks._nets import _faster_channels_last, call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -22,7 +22,6 @@ from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms,
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, certify
 from bilip.nets.activations import ScaledSwish
-from bilip.nets.cache import reusing
 from bilip.nets.layers import Declared
 from bilip.nets.readable import is_watched, tampered
 from bilip.nets.replay import hooks_wait, modes_again
@@ -209,21 +208,30 @@ class Residual(Bijection):
             return self.branch(x, None if context is None else context[rows])
 
         enough = asked * (1 - c) / 2
+        target = enough / 4 if tolerance is None else enough  # errors add up over many blocks: no more than rounding
+        options = {"method": method, "memory": memory, "max_evaluations": self.max_evaluations}
         with reusing(), again(pinned(self.g)):
-            found = solve_fixed_point(
-                g,
-                z,
-                enough / 4 if tolerance is None else enough,  # errors add up over many blocks: no more than rounding
-                method=method,
-                memory=memory,
-                max_evaluations=self.max_evaluations,
-                enough=enough,
-            )
-            residual, rounding = self._residual(found.x, z, context)
+            found = solve_fixed_point(g, z, target, enough=enough, expect=tolerance is not None, **options)
+            x, evaluations = found.x, found.evaluations
+            residual, rounding = self._residual(x, z, context)
+            missed = (found.residual > target) & ~((residual + rounding) / (1 - c) * (1 + 8 * EPS) <= asked)
+            if tolerance is not None and bool(missed.any()):  # what was expected has not come true
+                left = missed.nonzero().squeeze(1)
+                more = solve_fixed_point(
+                    lambda x, rows: g(x, left[rows]),
+                    z[left],
+                    target[left],
+                    enough=enough[left],
+                    start=x[left],
+                    **options,
+                )
+                x = x.index_copy(0, left, more.x)
+                evaluations = evaluations.index_add(0, left, more.evaluations)
+                residual, rounding = self._residual(x, z, context)
         if tolerance is None:
             asked = asked + 2 * rounding / (1 - c)
         bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
-        return Solution(found.x, residual, bound, asked, found.evaluations)
+        return Solution(x, residual, bound, asked, evaluations)
 
     def _residual(self, x: Tensor, z: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """|z - x - g(x)| in float64, whatever the dtype of the model, and a bound on the rounding in it."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bilip.errors import BilipError, InputError, said_by
+from bilip.errors import BilipError, InputError, need, said_by
 
 if TYPE_CHECKING:
     from bilip.adapters import Adapted
@@ -123,8 +123,6 @@ def named_files(entries: list[str]) -> dict[str, str]:
 def require_page(path: Path | None) -> None:
     """Say what a page needs before a long audit, not after it."""
     if path is not None:
-        from bilip.report.extras import need
-
         for module in ("jinja2", "markupsafe", "plotly.offline"):
             need(module, "the HTML page")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from bilip._progress import bar
 from bilip.cli._arguments import listed, named_files, require_page, require_writable
-from bilip.cli._bar import bar
 from bilip.cli._ending import Stop
 from bilip.cli._processes import Processes, processes
 from bilip.errors import InputError

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bilip.cli._bar import bar
+from bilip._progress import bar
 from bilip.cli._ending import Stop
 from bilip.errors import BilipError, InputError
 

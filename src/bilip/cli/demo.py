@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bilip.cli._bar import bar
+from bilip._progress import bar
 
 if TYPE_CHECKING:
     from bilip.cures import Cure

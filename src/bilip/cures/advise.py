@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bilip._torch import dtype_name
 from bilip.errors import InputError
 
 __all__ = ["Advice", "Design", "advise"]
@@ -119,11 +120,11 @@ def advise(
     room = math.log(limit / (2 * depth * eps))
     if room <= 0:
         raise InputError(
-            f"advise: {depth} blocks in {str(kind).removeprefix('torch.')} cannot be shown to keep a round trip to {limit:.2g}, whatever "
+            f"advise: {depth} blocks in {dtype_name(kind)} cannot be shown to keep a round trip to {limit:.2g}, whatever "
             "they are: rounding alone may add up to more. Use more bits or fewer blocks."
         )
     each = room / depth
-    name = str(kind).removeprefix("torch.")
+    name = dtype_name(kind)
     designs = (_additive(each, depth, features), _affine(each, depth, features, size), _residual(each, depth, features))
     found = tuple(_design(*design, depth, eps) for design in designs)
     return Advice(depth, name, size, limit, math.exp(each), found)

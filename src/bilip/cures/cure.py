@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip._progress import Progress
 from bilip.auditing import Budget, Thresholds, audit
 from bilip.auditing.audit import make_sources
 from bilip.auditing.budget import budget_named
@@ -258,7 +259,7 @@ def cure(
     seed: int = 0,
     name: str | None = None,
     keep_interrupted: bool = False,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Cure:
     """Repair a trained model: try cures from the cheapest, audit each, and hand over the first that makes the wanted uses safe.
 
@@ -329,7 +330,7 @@ class _Ladder:
         seed: int,
         name: str | None,
         keep_interrupted: bool,
-        progress: Callable[[str, float], None] | None,
+        progress: Progress | None,
     ) -> None:
         self.started = monotonic()
         for label, value in (("steps", steps), ("batch", batch)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from bilip._torch import dtype_name
 from bilip.data.files import open_file
 from bilip.data.image_sets import IMAGE_SETS, image_set
 from bilip.data.noise import NOISE_NAMES
@@ -83,7 +84,7 @@ def as_source(
 
 def _open(value: Any, most: int | None = None, conditional: bool = False) -> tuple[Rows, Rows | None, str]:
     if isinstance(value, Tensor):
-        return TensorRows(value), None, f"tensor, {str(value.dtype).removeprefix('torch.')}"
+        return TensorRows(value), None, f"tensor, {dtype_name(value.dtype)}"
     if isinstance(value, np.ndarray):
         return ArrayRows(value), None, f"array, {value.dtype}"
     if isinstance(value, (str, os.PathLike)):
@@ -136,7 +137,7 @@ def _open_loader(value: Any, *, most: int | None, conditional: bool) -> tuple[Ro
     context = taken.context if conditional else None
     said = f"{kind}{how}"
     if taken.context is not None:
-        what = f"{str(taken.context.dtype).removeprefix('torch.')}"
+        what = dtype_name(taken.context.dtype)
         said += (
             f"; the second entry ({what}) is the context"
             if conditional

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bilip._torch import dtype_name
 from bilip.data.rows import OrderedRows, Rows, pixels
 from bilip.errors import InputError
 
@@ -40,6 +41,20 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def take(self, rows: Tensor | slice) -> Batch:
+        """Some of the samples with their contexts, by a mask, by indices or by a slice; `start` stays."""
+        return Batch(self.x[rows], None if self.context is None else self.context[rows], self.start)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """All samples of some batches, one batch or more, as one that starts at 0."""
+        contexts = [batch.context for batch in batches if batch.context is not None]
+        return cls(torch.cat([batch.x for batch in batches]), torch.cat(contexts) if contexts else None, 0)
+
+    def cpu(self) -> Batch:
+        """The same on the CPU."""
+        return Batch(self.x.cpu(), None if self.context is None else self.context.cpu(), self.start)
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ class Source:
             description = f"{description}, {note}" if description else note
         if rows.dtype not in FLOATS:
             raise self._error(
-                f"the data are {str(rows.dtype).removeprefix('torch.')}: expected floats, or uint8 pixels. Convert "
+                f"the data are {dtype_name(rows.dtype)}: expected floats, or uint8 pixels. Convert "
                 "them to float32 in the units that the model was trained on."
             )
         if context is not None and context.count != rows.count:

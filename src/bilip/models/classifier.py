@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection
 from bilip.errors import InputError
-from bilip.models._config import remembers
+from bilip.models.checkpoint import remembers
 
 __all__ = ["Classifier", "ClassifierOutput", "classifier"]
 

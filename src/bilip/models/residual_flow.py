@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from bilip.blocks import ActNorm, Bijection, Chain, FactorOut, Flatten, Logit, Residual, Squeeze
 from bilip.errors import InputError
-from bilip.models._config import remembers
+from bilip.models.checkpoint import remembers
 from bilip.nets import MLP, ConvNet, activations
 
 __all__ = ["residual_flow"]
@@ -59,6 +60,7 @@ def residual_flow(
             f"residual_flow(coefficient={coefficient}): a residual branch must be held to a constant in (0, 1)."
         )
     start: list[Bijection] = [] if logit is None else [Logit(logit)]
+    held = _Held(activation, coefficient, recompute)
     if not isinstance(shape, int) and len(shape) == 1:
         shape = int(shape[0])
     if isinstance(shape, int):
@@ -69,14 +71,36 @@ def residual_flow(
                 "dense_blocks are for images."
             )
         sizes = (128,) * 4 if hidden is None else (hidden,) if isinstance(hidden, int) else tuple(hidden)
-        chain = list(start)
-        for k in range(blocks):
-            if actnorm:
-                chain.append(ActNorm(shape))
-            net = MLP(shape, shape, hidden=sizes, activation=activation, context=context, lipschitz=coefficient)
-            chain.append(Residual(net if k == 0 or context else _preactivated(net, activation), recompute=recompute))
-        return Chain(*chain, shape=(shape,))
+        return Chain(*start, *held.on_vectors(shape, blocks, sizes, context, actnorm=bool(actnorm)), shape=(shape,))
+    shape, scales, width = _image_sizes(shape, blocks, hidden, squeeze_first, context)
+    normalised = actnorm is None or actnorm
 
+    def from_scale(k: int, shape: tuple[int, ...]) -> list[Bijection]:
+        chain: list[Bijection] = []
+        if k or squeeze_first:
+            squeeze = Squeeze()
+            chain.append(squeeze)
+            shape = squeeze.out_shape(shape)
+        for j in range(scales[k]):
+            chain += held.conv(shape[0], width, actnorm=normalised, preactivate=k > 0 or j > 0)
+        if k == len(scales) - 1:
+            return chain + held.on_flat(shape, dense_blocks, dense_hidden, actnorm=normalised)
+        if not factor_out:
+            return chain + from_scale(k + 1, shape)
+        kept = ((shape[0] + 1) // 2, *shape[1:])
+        return [*chain, FactorOut(Chain(*from_scale(k + 1, kept), shape=kept), shape)]
+
+    return Chain(*start, *from_scale(0, shape), shape=shape)
+
+
+def _image_sizes(
+    shape: Sequence[int],
+    blocks: int | Sequence[int],
+    hidden: int | Sequence[int] | None,
+    squeeze_first: bool,
+    context: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape of one image, blocks of each scale and hidden channels, or an `InputError` where they do not fit together."""
     shape = tuple(int(n) for n in shape)
     scales = (blocks,) if isinstance(blocks, int) else tuple(blocks)
     width = 512 if hidden is None else hidden
@@ -93,51 +117,48 @@ def residual_flow(
             f"divisible by {2**squeezes}, a number of "
             "blocks for each scale, one hidden size, and no context."
         )
+    return shape, scales, width
 
-    def scale(shape: tuple[int, ...], count: int, first: bool) -> list[Bijection]:
+
+@dataclass(frozen=True)
+class _Held:
+    """Residual blocks whose branches are held to a constant, each behind an ActNorm where that is wanted."""
+
+    activation: str
+    coefficient: float
+    recompute: bool
+
+    def on_vectors(
+        self, size: int, count: int, hidden: Sequence[int], context: int, *, actnorm: bool
+    ) -> list[Bijection]:
         chain: list[Bijection] = []
         for k in range(count):
-            if actnorm is None or actnorm:
-                chain.append(ActNorm(shape[0]))
-            net = ConvNet(shape[0], shape[0], hidden=width, activation=activation, gain=False, lipschitz=coefficient)
-            chain.append(Residual(net if first and k == 0 else _preactivated(net, activation), recompute=recompute))
+            chain += self.dense(size, hidden, context, actnorm=actnorm, preactivate=k > 0 and not context)
         return chain
 
-    def dense(shape: tuple[int, ...]) -> list[Bijection]:
-        if not dense_blocks:
-            return []
+    def on_flat(self, shape: tuple[int, ...], count: int, hidden: int, *, actnorm: bool) -> list[Bijection]:
         flat = Flatten(shape)
-        (size,) = flat.out_shape(shape)
-        chain: list[Bijection] = [flat]
-        for _ in range(dense_blocks):
-            if actnorm is None or actnorm:
-                chain.append(ActNorm(size))
-            chain.append(
-                Residual(
-                    _preactivated(
-                        MLP(size, size, hidden=(dense_hidden,), activation=activation, lipschitz=coefficient),
-                        activation,
-                    ),
-                    recompute=recompute,
-                )
-            )
+        chain: list[Bijection] = [flat] if count else []
+        for _ in range(count):
+            chain += self.dense(flat.size, (hidden,), actnorm=actnorm, preactivate=True)
         return chain
 
-    def from_scale(k: int, shape: tuple[int, ...]) -> list[Bijection]:
-        chain: list[Bijection] = []
-        if k or squeeze_first:
-            squeeze = Squeeze()
-            chain.append(squeeze)
-            shape = squeeze.out_shape(shape)
-        chain += scale(shape, scales[k], first=k == 0)
-        if k == len(scales) - 1:
-            return chain + dense(shape)
-        if not factor_out:
-            return chain + from_scale(k + 1, shape)
-        kept = ((shape[0] + 1) // 2, *shape[1:])
-        return [*chain, FactorOut(Chain(*from_scale(k + 1, kept), shape=kept), shape)]
+    def dense(
+        self, size: int, hidden: Sequence[int], context: int = 0, *, actnorm: bool, preactivate: bool
+    ) -> list[Bijection]:
+        start = [ActNorm(size)] if actnorm else []
+        net = MLP(size, size, hidden=hidden, activation=self.activation, context=context, lipschitz=self.coefficient)
+        return [*start, self._residual(net, preactivate)]
 
-    return Chain(*start, *from_scale(0, shape), shape=shape)
+    def conv(self, channels: int, hidden: int, *, actnorm: bool, preactivate: bool) -> list[Bijection]:
+        start = [ActNorm(channels)] if actnorm else []
+        net = ConvNet(
+            channels, channels, hidden=hidden, activation=self.activation, gain=False, lipschitz=self.coefficient
+        )
+        return [*start, self._residual(net, preactivate)]
+
+    def _residual(self, net: nn.Module, preactivate: bool) -> Residual:
+        return Residual(_preactivated(net, self.activation) if preactivate else net, recompute=self.recompute)
 
 
 def _preactivated(net: nn.Module, activation: str) -> nn.Sequential:

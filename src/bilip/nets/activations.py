@@ -282,7 +282,7 @@ _NAMES: dict[str, Callable[[], nn.Module]] = {
 def facts(module: nn.Module) -> Facts | None:
     """What is proved about the class and the parameters of an activation module, or `None` for one that is not known here.
 
-    Whether the module is what its class says is decided by `bilip.nets.layers.read`.
+    Whether the module is what its class says is decided by `bilip.nets.read.read`.
     """
     known = next((_FACTS[kind] for kind in type(module).__mro__ if kind in _FACTS), None)
     return known(module) if known else None

@@ -1,6 +1,6 @@
 r"""What is proved about a net: its Lipschitz constant, and a box that encloses the image of a box.
 
-Nets are read layer by layer (`bilip.nets.layers.read`); the constant is the product of the layers' constants. Whatever
+Nets are read layer by layer (`bilip.nets.read`); the constant is the product of the layers' constants. Whatever
 cannot be read raises `UnknownLipschitz`: declare it with `Declared`.
 
 The statements are about the function in real arithmetic with the parameters as they are stored. Images are computed
@@ -13,14 +13,19 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
-from bilip.nets.layers import LayeredNet, Reading, double_twin, flatten, is_container, linear_size, read, unknown
+from bilip.nets.layers import GainConv2d, LayeredNet
+from bilip.nets.read import CONVS, Affine, Linear, Reading, container, double_twin, read, unknown
+from bilip.nets.readable import changed, tampered
+from bilip.nets.spectral import HeldConv2d, HeldLinear
 
 __all__ = ["double_twin", "enclose", "log_cap", "log_lipschitz", "point_image"]
 
@@ -43,15 +48,19 @@ def log_lipschitz(net: nn.Module, shape: Shape | None = None, outputs: slice | N
     memo = _MEMO.get()
     if memo is None:
         return _log_lipschitz(net, shape, outputs)
-    key = (id(net), shape, None if outputs is None else (outputs.start, outputs.stop))
+    key = (id(net), shape, _ends(outputs))
     if key not in memo:
         memo[key] = (net, _log_lipschitz(net, shape, outputs))  # holding the net keeps its id from being used again
     return memo[key][1]
 
 
+def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
+    return None if part is None else (part.start, part.stop)
+
+
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """Within this context no norm is computed twice; parameters must not change meanwhile."""
+    """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile."""
     token = _MEMO.set({} if _MEMO.get() is None else _MEMO.get())
     try:
         yield
@@ -61,11 +70,23 @@ def remembering() -> Iterator[None]:
 
 def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
     readings, columns = _read(net)
-    total = 0.0
-    for index, reading in enumerate(readings):
-        rows = outputs if index == len(readings) - 1 else None
-        total = log_product(total, reading.log_lipschitz(shape, rows, columns if index == 0 else None))
-        shape = reading.out_shape(shape)
+    memo, total = _MEMO.get(), 0.0
+    for index, (layer, reading) in enumerate(zip(_layers(net), readings, strict=True)):
+        rows, inputs = outputs if index == len(readings) - 1 else None, columns if index == 0 else None
+        key = (
+            "layer",
+            id(layer),
+            shape,
+            _ends(rows),
+            _ends(inputs),
+        )  # all but the last serve every part of the outputs
+        if memo is None or key not in memo:
+            found = layer, reading.log_lipschitz(shape, rows, inputs), reading.out_shape(shape)
+            if memo is not None:
+                memo[key] = found
+        else:
+            found = memo[key]
+        total, shape = log_product(total, found[1]), found[2]
     return total
 
 
@@ -151,6 +172,26 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
 
 def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     r"""The intersection of the interval image and the ball of radius $\mathrm{Lip} \cdot |\text{radius}|_2$ around the centre's image."""
+    memo = _MEMO.get()
+    if memo is None:
+        return _ball_and_interval(net, box, context)
+    known = memo.setdefault(
+        ("image", id(net)), []
+    )  # of the last two boxes: a block asks for both of them once for each statement
+    for _, old, given, image in known:
+        if _same(old, box) and _same(given, context):
+            return image
+    known[:] = [*known[-1:], (net, box, context, _ball_and_interval(net, box, context))]
+    return known[-1][3]
+
+
+def _same(a: Box | None, b: Box | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (torch.equal(a.low, b.low) and torch.equal(a.high, b.high))
+
+
+def _ball_and_interval(net: nn.Module, box: Box, context: Box | None) -> Box:
     image = enclose(net, box, context)
     if not (box.is_bounded and box.shape) or image.shape == ():
         return image
@@ -184,3 +225,80 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     for reading in readings:
         value, error = reading.point(value, error, given if len(readings) == 1 else None, x.dtype)
     return value, error
+
+
+# ---- what a net is made of
+
+
+def is_container(net: nn.Module) -> bool:
+    """Whether a module applies its layers one after the other and does nothing else."""
+    base = container(net)
+    if base is None or tampered(net) is not None or hasattr(type(net), "log_lipschitz"):
+        return False
+    return changed(type(net), type(net).__mro__.index(base)) is None
+
+
+def flatten(net: nn.Module) -> list[nn.Module]:
+    """The layers of a net in order: `nn.Sequential` and nets without context unrolled."""
+    if not is_container(net):
+        return [net]
+    if isinstance(net, nn.Sequential):
+        return [layer for child in net._modules.values() for layer in flatten(child)]  # type: ignore[arg-type]  # repeats count
+    return [net] if net.context else flatten(net.layers)  # type: ignore[arg-type]
+
+
+def overwriting(net: nn.Module) -> nn.Module | None:
+    """The layer of a net that works in place on the net's own input; `None` if there is none as far as can be seen.
+
+    Some layers hand on a view of what they were given, so it need not be the first.
+
+    Example:
+        >>> overwriting(nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)))
+        ReLU(inplace=True)
+        >>> overwriting(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True)))
+    """
+    return _overwriting(net)[0]
+
+
+def _overwriting(net: nn.Module) -> tuple[nn.Module | None, bool]:
+    """The layer, and whether what comes out may still be a view of what went in."""
+    if isinstance(net, LayeredNet) and net.context:
+        return None, False
+    if isinstance(net, (nn.Sequential, LayeredNet)):
+        children = net._modules.values() if isinstance(net, nn.Sequential) else [net.layers]
+        for child in children:
+            found, view = _overwriting(child) if child is not None else (None, False)
+            if found is not None or not view:
+                return found, view
+        return None, True
+    if getattr(net, "inplace", False):
+        return net, False
+    if net._modules:  # it does what it likes with its parts
+        return _overwriting(next(part for part in net._modules.values() if part is not None))[0], False
+    return None, isinstance(net, _VIEWS)
+
+
+_VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+
+
+def affine_layer(layer: nn.Module) -> Affine | None:
+    """Read a linear or convolution layer, on the CPU; `None` for other modules."""
+    if not isinstance(layer, (nn.Linear, *CONVS)):
+        return None
+    found = read(layer)
+    return found.affine if isinstance(found, Linear) else None
+
+
+def linear_size(layer: nn.Module) -> tuple[int | None, int | None]:
+    """Features or channels that a linear or convolution layer gives and takes; `None` for other modules."""
+    if not isinstance(layer, (nn.Linear, *CONVS)) or not isinstance(read(layer), Linear):
+        return None, None
+    weight: Any = layer.weight
+    return weight.shape[0], weight.shape[1] * (1 if isinstance(layer, nn.Linear) else layer.groups)
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a linear or convolution layer of torch that acts with the weight it stores."""
+    if linear_size(layer)[0] is None or isinstance(layer, (HeldLinear, HeldConv2d, GainConv2d)):
+        return False
+    return not hasattr(layer, "held_weight") and not parametrize.is_parametrized(layer)

@@ -35,9 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip._torch import capturing
+from bilip._torch import EvalCache, can_be_read, capturing
 from bilip.errors import InputError
-from bilip.nets.cache import EvalCache, is_plain
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
 __all__ = [
@@ -318,7 +317,7 @@ def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:
     found = {}
     for layer in held_layers(module):
         weight = layer.weight
-        if is_plain(weight) and not weight.is_inference():
+        if can_be_read(weight) and not weight.is_inference():
             value = layer.held_weight().detach()
             found[layer] = _Known(weight, weight._version, layer.coefficient, value, value, value)
     return found
@@ -354,7 +353,7 @@ def _held_weight(layer: Held) -> Tensor:
         return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
     if layer._held_to != (layer.coefficient, _stride(layer)):
         layer._cache, layer._held_to = EvalCache(), (layer.coefficient, _stride(layer))
-    if layer.training and layer.coefficient < math.inf and is_plain(weight) and not weight.is_inference():
+    if layer.training and layer.coefficient < math.inf and can_be_read(weight) and not weight.is_inference():
         layer._cache.clear()
         known = _known([layer], slack=0.0)[layer]
         return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]

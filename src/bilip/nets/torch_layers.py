@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from bilip.bounds import EPS, Box, as_float64, log_of, norms
 from bilip.errors import NonFiniteParameters
 from bilip.nets.activations import TINY, Shape
-from bilip.nets.layers import Affine, Linear, Reading, Rearranged, copies, reader, unknown
 from bilip.nets.norms import conv_norm
+from bilip.nets.read import Affine, Linear, Reading, Rearranged, copies, reader, unknown
 from bilip.nets.readable import as_born
 
 __all__: list[str] = []

@@ -14,11 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import InputError, RecordError
+from bilip.errors import InputError, RecordError, need
 from bilip.recipes.parts import SCHEMA
 from bilip.recipes.recipe import SIZES
 from bilip.record import read_json, write_aside
-from bilip.report.extras import need
 
 __all__ = ["STATUSES", "Claim", "read_claims", "to_page", "write_page"]
 

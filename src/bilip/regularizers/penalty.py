@@ -102,6 +102,14 @@ class Penalty(ABC):
         """Go on as the penalty whose `state()` this was."""
         self.seen, self.skipped = int(state["seen"]), int(state["skipped"])
 
+    def counts(self) -> dict[str, int]:
+        """What is counted on the host, which a replay of a captured step does not do."""
+        return {"seen": self.seen}
+
+    def recount(self, counts: Mapping[str, int]) -> None:
+        """Go on from other counts."""
+        self.seen = counts["seen"]
+
     # ---- what penalties share
 
     def _bijection(self, model: Any) -> Bijection:

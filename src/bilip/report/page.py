@@ -13,9 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import InputError
+from bilip.errors import InputError, need
 from bilip.record import AuditRecord, Status, Verdict, write_aside
-from bilip.report.extras import need
 from bilip.report.format import USE_TITLES, clean, number, sentence
 from bilip.report.parts import Figure, Section
 from bilip.report.sections import sections

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bilip.errors import need
 from bilip.record import AuditRecord, Status
-from bilip.report.extras import need
 from bilip.report.format import clean
 from bilip.report.summary import STATUS_WORDS, Summary, deciding, lost_lines, summarize
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import Flag, capturing
+from bilip._torch import Flag, capturing, half_digits
 from bilip.blocks import Bijection
 from bilip.blocks.chain import iterated
 from bilip.blocks.log_det import Roulette, drawn_again, drawn_now, one_draw
@@ -33,7 +33,7 @@ from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle
 from bilip.reversible.kinks import Signs
-from bilip.reversible.mixing import Mixing, Prepared
+from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Pulled, Unit
 
 __all__ = ["Backward", "Call"]
@@ -51,7 +51,7 @@ class Call:
         outside: Tensors that ask for gradients and that blocks use, although they are no parameters of the bijection.
         traces: Look for more of them on the way.
         signs: Where the sides of piecewise activations are kept; `None` for nowhere.
-        share: Of the tolerance that the walk of this call is held to; said between call and backward pass, see `hold`.
+        share: Of the tolerance that the walk of this call is held to, see `hold`.
     """
 
     bijection: Bijection
@@ -78,9 +78,8 @@ class Call:
         self.norms = [[norm for module in unit.modules for norm in batch_norms(module)] for unit in self.units]
         self.advances: list[list[Advance]] = [[] for _ in self.units]
         self.drawn: dict[int, dict[Roulette, int] | None] = {}  # by unit: numbers of terms that were drawn before it
-        self.prepared = Prepared(self.units, inverse=self.inverse)
+        self.matrices = MatrixWindows(self.units, inverse=self.inverse)
         self.dtype = torch.float32  # of the state, known when it runs
-        self.overflowed = False  # the repaired gradient met an activation that is not finite
 
     # ---- forward
 
@@ -100,13 +99,13 @@ class Call:
         own = False
         self.drawn[-1] = drawn_now()
         nets = [net for unit in self.units if (net := iterated(unit.block)) is not None]
-        with self.prepared, one_draw(), held_together(layer for net in nets for layer in held_layers(net)):
+        with self.matrices, one_draw(), held_together(layer for net in nets for layer in held_layers(net)):
             self.held = held_now(self.bijection)
             for k, unit in enumerate(self.units):
                 self.drawn[k] = drawn_now()
-                matrices = self.prepared.matrices(k, log_det=self.log_det)
+                matrices = self.matrices.of(k, log_det=self.log_det)
                 if not self.checkpoint:
-                    self.prepared.before_the_walk(k, x)
+                    self.matrices.before_the_walk(k, x)
                 keeps = unit.stores or k in anchors
                 if keeps:
                     self.kept.append(k)
@@ -149,6 +148,13 @@ class Call:
     def _advancing(self) -> list[tuple[nn.Module, str]]:
         return [(one.module, one.name) for advances in self.advances for one in advances]
 
+    def hold_to(self, share: float | Tensor) -> None:
+        """Hold the walk to a share of its tolerance, unless it is held to less already."""
+        if isinstance(self.share, Tensor):
+            self.share = torch.minimum(self.share, share) if isinstance(share, Tensor) else self.share.clamp_max(share)
+        else:
+            self.share = share.clamp_max(self.share) if isinstance(share, Tensor) else min(self.share, share)
+
     def as_before(self) -> None:
         """Random generators and buffers as they were before this call, which will be made again."""
         self.seeds.rewind()
@@ -160,7 +166,7 @@ class Call:
     def pull(self, back: Backward) -> tuple[Tensor, Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
         self._require_unchanged()
-        with self.prepared, modes_again(self.modes):
+        with self.matrices, modes_again(self.modes):
             return self._pull(back)
 
     def stored(self, x: Tensor, context: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +231,7 @@ class Call:
         grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
-            self.prepared.on_the_walk(k, y)
+            self.matrices.on_the_walk(k, y)
             mark = self.prints.get(k) if watched else None
             pulled = self._back(k, y, back, grad, given.get(k), own=own, mark=mark, replay=signs)
             own = self.units[k].fresh and k not in given
@@ -254,7 +260,7 @@ class Call:
         record: Signs | None = None,
         replay: Signs | None = None,
     ) -> Pulled:
-        unit, matrices = self.units[k], self.prepared.matrices(k, inverses=inverses)
+        unit, matrices = self.units[k], self.matrices.of(k, inverses=inverses)
         signs = contextlib.nullcontext() if replay is None else replay.replay(k)
         signs = signs if record is None else record.record(k)
         if known is None and unit.twice:  # the same numbers and buffers for the inverse and the second evaluation
@@ -275,7 +281,7 @@ class Call:
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self._as_then(k):
-            return self.units[k].run(x, context, log_det=False, matrices=self.prepared.matrices(k)).y
+            return self.units[k].run(x, context, log_det=False, matrices=self.matrices.of(k)).y
 
     @contextlib.contextmanager
     def _as_then(self, k: int) -> Iterator[None]:
@@ -375,7 +381,7 @@ class Call:
         if capturing(grad):
             self.flag.raise_unless(finite)
         else:
-            self.overflowed = not bool(finite)
+            result.overflowed = not bool(finite)
         return grad, result
 
     def _require_unchanged(self) -> None:
@@ -399,7 +405,7 @@ class Call:
             return
         apart, size = (torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in (z - before, before))
         difference = float((apart / (size + 1e-30)).amax())
-        limit = 10 * math.sqrt(torch.finfo(z.dtype).eps)
+        limit = 10 * half_digits(z.dtype)
         if not difference <= limit and bool(torch.isfinite(before).all()):
             raise DriftError(
                 f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
@@ -434,11 +440,12 @@ class Backward:
 
 
 class Sum:
-    """Gradients, added up where a parameter occurs in several units."""
+    """Gradients, added up where a parameter occurs in several units; `overflowed` where a repair met what is not finite."""
 
     def __init__(self) -> None:
         self.parameters: Grads = {}
         self.context: Tensor | None = None
+        self.overflowed = False
 
     def add(self, pulled: Pulled) -> None:
         for parameter, grad in pulled.parameters.items():

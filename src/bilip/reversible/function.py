@@ -50,15 +50,10 @@ def hold(output: Tensor, share: float | Tensor) -> int:
         seen.add(node)
         call = getattr(node, "call", None)
         if isinstance(call, Call):
-            call.share, count = _smaller(call.share, share), count + 1
+            call.hold_to(share)
+            count += 1
         waiting += [before for before, _ in node.next_functions]
     return count
-
-
-def _smaller(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp_max(b)
-    return b.clamp_max(a) if isinstance(b, Tensor) else min(a, b)
 
 
 class MemorySaving(torch.autograd.Function):
@@ -91,7 +86,7 @@ class MemorySaving(torch.autograd.Function):
         grad_log = grads[1] if call.log_det else None
         g_x, result = call.pull(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
         if (
-            call.overflowed
+            result.overflowed
         ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not
             given = [(k, g) for k, g in enumerate(grads) if g is not None]
             x, context = _cut(x), _cut(context)

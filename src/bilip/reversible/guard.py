@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from bilip._torch import Flag
+from bilip._torch import Flag, dtype_name, half_digits
 from bilip.errors import DriftError, InputError
 
 __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for", "angle"]
@@ -74,10 +74,10 @@ class Guard:
         """
         eps = torch.finfo(dtype).eps
         if self.tolerance is None:
-            return 3 * math.sqrt(eps)
+            return 3 * half_digits(dtype)
         if self.tolerance < 20 * eps:
             raise InputError(
-                f"Guard(tolerance={self.tolerance:g}): {str(dtype).removeprefix('torch.')} rounds at {eps:.1e}, so that "
+                f"Guard(tolerance={self.tolerance:g}): {dtype_name(dtype)} rounds at {eps:.1e}, so that "
                 f"even an exact walk drifts by some of that. Expected at least {20 * eps:.1e}."
             )
         return self.tolerance
@@ -296,6 +296,14 @@ class Watch:
             setattr(self, name, value)
         self.drift, self.worst, self.anchors, self.names = drift, worst, anchors, names
         self.counters.clear()
+
+    def counts(self) -> dict[str, int]:
+        """What is counted on the host, which a replay of a captured step does not do."""
+        return {"steps": self.steps, "repaired": self.repaired, "rest": self.rest}
+
+    def recount(self, counts: Mapping[str, int]) -> None:
+        """Go on from other counts."""
+        self.steps, self.repaired, self.rest = counts["steps"], counts["repaired"], counts["rest"]
 
     def spot_check_within(self, steps: int) -> bool:
         """Whether one is due in the next so many steps."""

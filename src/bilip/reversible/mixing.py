@@ -15,11 +15,14 @@ from bilip.blocks import ActNorm, InvertibleConv1x1
 from bilip.blocks.conv1x1 import Stack, invert, log_abs_det
 from bilip.reversible.units import Grads, Pulled, Ran, Unit
 
-__all__ = ["Matrices", "Mixing", "Prepared"]
+__all__ = ["Matrices", "MatrixWindows", "Mixing"]
+
+
+WINDOW = 16  # so many 1x1 convolutions have their matrices at hand at a time
 
 
 class Matrices(NamedTuple):
-    r"""The matrices of one `Mixing`; `Prepared` finds those of many at once.
+    r"""The matrices of one `Mixing`; `MatrixWindows` finds those of many at once.
 
     Attributes:
         matrix: $M = W \mathrm{diag}(e^s)$.
@@ -129,10 +132,7 @@ def _known(matrix: Tensor | None) -> Tensor:
     return matrix
 
 
-WINDOW = 16  # so many 1x1 convolutions have their matrices at hand at a time
-
-
-class Prepared:
+class MatrixWindows:
     """The matrices of a walk's 1x1 convolutions. Only those of one window are held at a time: memory does not grow with depth. As a
     context, it lets go of them at the end.
 
@@ -159,7 +159,7 @@ class Prepared:
     def __exit__(self, *error: object) -> None:
         self.done()
 
-    def matrices(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Matrices | None:
+    def of(self, k: int, *, inverses: bool = False, log_det: bool = False) -> Matrices | None:
         """Those that unit `k` needs, the inverse ones and log-determinants where they are asked for; `None` for a unit without."""
         wanted = (self.window[k], inverses or self.inverse, log_det)
         if self.ready != wanted:
@@ -182,7 +182,7 @@ class Prepared:
     def on_the_walk(self, k: int, y: Tensor) -> None:
         """When a window is entered, begin with the inverses of the next."""
         if k == self.windows[self.window[k]][-1]:
-            self.matrices(k, inverses=True)
+            self.of(k, inverses=True)
             self._begin(self.window[k] - 1, y)
 
     def _begin(self, window: int, x: Tensor) -> None:

@@ -7,16 +7,14 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from bilip._torch import Flag
+from bilip._torch import Flag, is_transformed
 from bilip.adapters import as_bijection
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
-from bilip.blocks.bijection import Reach, Step
 from bilip.blocks.chain import only_scales
 from bilip.blocks.factor_out import OnKept
-from bilip.bounds import Box
+from bilip.blocks.wrapped import Wrapped
 from bilip.errors import CheckpointError, InputError
 from bilip.nets.readable import is_itself, is_untouched
 from bilip.reversible.call import Call
@@ -30,9 +28,7 @@ from bilip.reversible.units import Generic, Kept, Rearranging, Unit
 __all__ = ["Reversible", "make_units"]
 
 MEMORY = ("reversible", "checkpoint", "stored")
-Kind = tuple[
-    bool, bool, tuple[bool, ...]
-]  # of a call: inverse, with log-determinant, which modules are in training mode
+Kind = tuple[bool, bool, tuple[bool, ...]]  # of a call: inverse, with log-determinant, which modules train
 
 
 class Outside:
@@ -57,7 +53,7 @@ class Outside:
         return Outside, ()
 
 
-class Reversible(Bijection):
+class Reversible(Wrapped):
     r"""A bijection with the same parameters and the same numbers, whose activation memory does not grow with depth.
 
     The forward pass keeps its input and its output. The backward pass walks from the output to the input, recovers what entered
@@ -86,6 +82,8 @@ class Reversible(Bijection):
         0
     """
 
+    bijection: Bijection
+
     def __init__(
         self,
         bijection: Any,
@@ -94,20 +92,16 @@ class Reversible(Bijection):
         memory: str = "reversible",
         keep_signs: bool = False,
     ) -> None:
-        super().__init__()
         if memory not in MEMORY:
             raise InputError(f"Reversible(memory={memory!r}): expected one of {', '.join(map(repr, MEMORY))}.")
         if guard is not None and not isinstance(guard, Guard):
             raise InputError(f"Reversible(guard={guard!r}): expected a Guard or None.")
-        self.bijection = as_bijection(bijection)
+        super().__init__(as_bijection(bijection))
         for name, part in self.bijection.parts():
             inner = getattr(part, "block", part)
             if type(inner).inverse is Bijection.inverse:
                 raise InputError(f"Reversible: block {name} ({type(inner).__name__}) defines no inverse.")
         self.guard, self.memory, self.keep_signs = guard, memory, keep_signs
-        self.shape = self.bijection.shape
-        self.volume_preserving = self.bijection.volume_preserving
-        self.closed_form = self.bijection.closed_form
         self._watch = None if guard is None else Watch(guard)
         self._flag = Flag() if self._watch is None else self._watch.flag
         self._outside = Outside()
@@ -132,7 +126,7 @@ class Reversible(Bijection):
         wanted = torch.is_grad_enabled() and (
             bool(parameters) or x.requires_grad or (context is not None and context.requires_grad)
         )
-        if not wanted or not len(x) or self.memory == "stored" or _transformed(x) or self._swapped():
+        if not wanted or not len(x) or self.memory == "stored" or is_transformed(x) or self._swapped():
             b = self.bijection
             if log_det:
                 return (b.inverse_and_log_det if inverse else b.forward_and_log_det)(x, context)
@@ -208,6 +202,11 @@ class Reversible(Bijection):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
+    @property
+    def flag(self) -> Flag:
+        """What a captured step raises where it has to be run again."""
+        return self._flag
+
     def drift_flag(self) -> Tensor | None:
         """The largest drift over its limit since the flag was last zeroed, a number on the device; `None` before the first step.
 
@@ -217,47 +216,11 @@ class Reversible(Bijection):
         """
         return self._flag.value
 
-    # ---- everything else is the bijection's
-
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
         return self.bijection.parts(name) if is_itself(self) else super().parts(name)
 
-    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return self.bijection.out_shape(shape)
-
-    def in_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return self.bijection.in_shape(shape)
-
-    def natural_domain(self) -> Box:
-        return self.bijection.natural_domain()
-
-    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self.bijection.advance(reach, context, formula, name)
-
-    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self.bijection.retreat(reach, context, formula, name)
-
-    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.bijection.log_lip(box, context, formula)
-
-    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.bijection.log_lip_inverse(box, context, formula)
-
-    def interval(self, box: Box, context: Box | None = None) -> Box:
-        return self.bijection.interval(box, context)
-
-    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        return self.bijection.interval_inverse(box, context)
-
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}, guard={self.guard}" + (", keep_signs=True" if self.keep_signs else "")
-
-
-def _transformed(x: Tensor) -> bool:
-    """Whether torch.func, forward mode or a compiler is at work on the input: those store."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def make_units(parts: Sequence[tuple[str, Bijection]], *, inverse: bool) -> list[Unit]:

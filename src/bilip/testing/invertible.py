@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip._torch import half_digits
 from bilip.adapters import as_bijection
 from bilip.auditing.round_trip import distances, norms, typical, typical_norm
 from bilip.auditing.subject import Subject
@@ -42,7 +43,7 @@ def assert_invertible(model: Any, x: Tensor, *, tolerance: float | None = None, 
         raise InputError("assert_invertible: expected a batch of at least one sample, shape (batch, ...).")
     if not torch.isfinite(x).all():
         raise InputError("assert_invertible: the inputs hold NaN or Inf; no reconstruction could equal them.")
-    tolerance = math.sqrt(torch.finfo(x.dtype).eps) if tolerance is None else tolerance
+    tolerance = half_digits(x.dtype) if tolerance is None else tolerance
     with torch.no_grad():
         back = bijection.inverse(bijection(x, context), context)
     found = distances(x, back, typical(x))

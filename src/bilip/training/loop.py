@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bilip._progress import bar
 from bilip.errors import InputError, MissingExtra, Stopped
 from bilip.reversible import Reversible
 from bilip.training.run import Progress, Run, Trained
@@ -26,7 +27,7 @@ try:
 except ImportError:  # there is none on Windows
     fcntl = None
 
-__all__ = ["Interrupts", "alone", "launch", "shown", "train"]
+__all__ = ["Interrupts", "alone", "launch", "train"]
 
 
 def train(
@@ -79,7 +80,7 @@ def train(
             run = Run(task, settings, Path(folder), fabric)
         stack.callback(run.log.close)
         stack.callback(run.writer.close)
-        show = progress or (stack.enter_context(shown()) if run.main else lambda done, steps, latest: None)
+        show = progress or (stack.enter_context(_shown()) if run.main else lambda done, steps, latest: None)
         interrupts = stack.enter_context(Interrupts(deadline))
         try:
             with _advised(task, settings, lambda: f"in step {run.done + 1}; {run.left}"):
@@ -229,18 +230,13 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown(title: str = "training") -> Iterator[Callable[[int, int, Mapping[str, float]], None]]:
+def _shown(title: str = "training") -> Iterator[Progress]:
     """A bar with the latest numbers, on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title)
+    with bar(steps=True) as shown:
+        task = shown.add_task(title)
 
         def show(done: int, steps: int, latest: Mapping[str, float]) -> None:
             numbers = " ".join(f"{name} {value:.4g}" for name, value in list(latest.items())[:3])
-            bar.update(task, completed=done, total=steps, description=f"{title} {numbers}")
+            shown.update(task, completed=done, total=steps, description=f"{title} {numbers}")
 
         yield show

@@ -118,13 +118,13 @@ class StabilityMonitor:
         """A row for this step, whether it is due or not; it is not kept."""
         began = time.perf_counter()
         subject = self._subject
-        subject._twins.clear()  # copies of a model that has moved on
+        subject.forget_copies()  # copies of a model that has moved on
         with subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
             try:
                 found = self._round_trip() | self._extremes()
             except NotInitialized:
                 found = {}
-        subject._twins.clear()
+        subject.forget_copies()
         names = ("relative_median", "relative_max", "share_non_finite", "sigma_min", "sigma_max", "condition")
         drift, repaired = self._guard()
         values = {name: found.get(name, math.nan) for name in names}

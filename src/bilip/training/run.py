@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip._torch import dtype_name
 from bilip.auditing.probes.blame import kind_of
 from bilip.blocks import ActNorm, Bijection, Residual, Roulette
 from bilip.blocks.diagonal import shared_statistics
@@ -403,8 +404,8 @@ class Run:
         other = next((p.dtype for p in objective.parameters() if p.is_floating_point() and p.dtype != dtype), None)
         if other is not None:
             raise InputError(
-                f"precision={self.settings.precision!r} trains weights in {str(dtype).removeprefix('torch.')}, but the model has some in "
-                f"{str(other).removeprefix('torch.')}. Convert it first, as in model.to({dtype})."
+                f"precision={self.settings.precision!r} trains weights in {dtype_name(dtype)}, but the model has some in "
+                f"{dtype_name(other)}. Convert it first, as in model.to({dtype})."
             )
 
     def _share_weights(self, objective: Objective) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import dtype_name
 from bilip.errors import BilipError, CheckpointError, MissingExtra
 from bilip.record import write_aside
 from bilip.record.files import UNSEALED, is_whole, read_file, seal
@@ -182,12 +183,9 @@ def require_kind(found: Tensor, like: Tensor, where: str) -> None:
     fits = found.dtype in FLOATS if like.is_floating_point() else found.dtype == like.dtype
     if not fits or found.shape != like.shape:
         raise CheckpointError(
-            f"{where} is {_kind(found)} of shape {tuple(found.shape)}; expected {_kind(like)} of shape {tuple(like.shape)}."
+            f"{where} is {dtype_name(found.dtype)} of shape {tuple(found.shape)}; expected {dtype_name(like.dtype)} of shape "
+            f"{tuple(like.shape)}."
         )
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

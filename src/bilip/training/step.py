@@ -160,7 +160,7 @@ class CapturedStep:
         self.finish: torch.cuda.CUDAGraph | None = None
         self.side = torch.cuda.Stream()
         walks = (part for part in step.objective.modules() if isinstance(part, Reversible))
-        self.flags = [walk._flag for walk in walks]  # others are noted when they are met
+        self.flags = [walk.flag for walk in walks]  # others are noted when they are met
         self.anchors: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
@@ -340,7 +340,8 @@ class CapturedStep:
             after = [counts_of(flag) for flag in known]
         finally:
             for flag, old in zip(known, before, strict=True):  # recording is no step
-                vars(flag.owner or self).update(old)
+                if flag.owner is not None:
+                    flag.owner.recount(old)
         if self.finish is None:
             finish = torch.cuda.CUDAGraph()
             with torch.cuda.graph(finish):
@@ -404,8 +405,8 @@ class Recorded:
     def count(self) -> None:
         """Take note of a replay."""
         for flag, added in zip(self.flags, self.added, strict=False):
-            for name, more in added.items():
-                setattr(flag.owner, name, max(0, getattr(flag.owner, name) + more))
+            if flag.owner is not None:
+                flag.owner.recount({name: max(0, n + added.get(name, 0)) for name, n in flag.owner.counts().items()})
 
 
 class Pending:
@@ -445,7 +446,7 @@ class Pending:
         """Take back counts and running statistics. The weights were not touched."""
         for owner, counts in self.counts:
             if owner is not None:
-                vars(owner).update(counts)
+                owner.recount(counts)
         _restore(self.before)
         self.held.zero_()
 
@@ -463,5 +464,4 @@ def _is_raised(flags: list[Flag], device: torch.device) -> Tensor:
 
 def counts_of(flag: Flag) -> dict[str, int]:
     """What the owner of a flag counts on the host, which a replay does not do."""
-    names = ("steps", "repaired", "rest") if isinstance(flag.owner, Watch) else ("seen",)
-    return {} if flag.owner is None else {name: getattr(flag.owner, name) for name in names}
+    return {} if flag.owner is None else flag.owner.counts()

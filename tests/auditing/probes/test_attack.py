@@ -1,5 +1,6 @@
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -346,3 +347,23 @@ def test_bad_radius_and_bits():
     for attack in (Attack(radius=-1.0), Attack(bits=99)):
         with pytest.raises(InputError):
             attack.search(real_nvp(2), torch.rand(2, 2))
+
+
+def test_methods_that_other_processes_ran_give_the_measurement_of_one():
+    class Noisy(Planted):  # draws from torch's own generator
+        def forward(self, x, context=None):
+            return x + 1e-3 * torch.rand_like(x)
+
+    for model, broken in ((real_nvp(2), ()), (Noisy(lambda z: z), ()), (Planted(lambda z: z.detach()), ("gain",))):
+        attack, x = Attack(steps=8, samples=4, seed=3), torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        alone = attack.measure(model, x)
+        found = [attack.find(model, x, piece=k) for k in reversed(range(attack.pieces))][::-1]
+        pieces = pickle.loads(pickle.dumps([one.piece for one in found]))  # they travel
+        joined = attack.find(model, x, pieces=pieces).measurement
+        assert joined == alone
+        assert [note.split()[0] for note in joined.notes if "not measured" in note] == list(broken)
+    nothing = Attack(methods=["gain"], steps=4)
+    refuses = Planted(lambda z: z.detach())
+    pieces = [nothing.find(refuses, x, piece=0).piece]
+    assert nothing.find(refuses, x, pieces=pieces).measurement.reason == nothing.measure(refuses, x).reason != ""

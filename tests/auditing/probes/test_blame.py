@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import bilip
 from bilip import Bijection, Chain, blocks
 from bilip.auditing.probes import Blame
 
@@ -250,3 +251,10 @@ def test_parts_of_nested_compositions_of_pyro_and_zuko_are_blocks_of_their_own()
     for model in models:
         m = Blame(spectra=0).measure(model, torch.randn(16, 3))
         assert m["guilty_kind"] == "Squash", (m["why"], [(r["block"], r["kind"], r["gain"]) for r in m.rows])
+
+
+def test_a_reversible_model_shows_its_blocks_to_an_audit():
+    record = bilip.audit(
+        bilip.Reversible(bilip.models.real_nvp(4, blocks=5)), torch.randn(64, 4), budget="quick", probes=["blame"]
+    )
+    assert len(record.find("blame")[0].rows) == 5

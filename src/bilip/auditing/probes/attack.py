@@ -70,6 +70,7 @@ class Attack(Probe):
     name = "attack"
     scope = "data"
     place = 94
+    load = 3
     quantities = (
         Quantity("success", "broke it", "flag", "lower"),
         Quantity("share_success", "share of samples that were broken", "share", "lower"),
@@ -117,6 +118,7 @@ class Attack(Probe):
         gradient = "gain" if objective == "auto" else objective
         self.methods = (gradient, "random", "singular") if methods is None else tuple(dict.fromkeys(methods))
         self.samples, self.every, self.seed, self.fail_at = samples, every, seed, fail_at
+        self.pieces = len(self.methods)
 
     def search(self, model: Any, x: Any) -> AttackResult:
         """Attack the samples of a batch, a pair `(x, context)`, a file or a `Source`; tensors come back.
@@ -138,6 +140,11 @@ class Attack(Probe):
             return self._search(subject, source)
 
     def _search(self, subject: Subject, source: Source) -> AttackResult:
+        route, region = self._set_out(subject, source)
+        return _together([self._run(route, region, k) for k in range(len(self.methods))], region)
+
+    def _set_out(self, subject: Subject, source: Source) -> tuple[Route, Region]:
+        """The round trip to break, and where the search stays."""
         batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
         x, context = batch.x, batch.context
         if self.box == "latent":
@@ -148,23 +155,28 @@ class Attack(Probe):
             x, context = z[finite], None if context is None else context[finite]
         sizes = Typical(typical_norm(x)) if self.box == "latent" else typical(source)
         route = Route(subject, context, latent=self.box == "latent", typical=sizes)
-        region = self._region(subject, source, x)
-        limit = math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
-        runs, notes = {}, []
-        for done, method in enumerate(self.methods):
-            generator = torch.Generator().manual_seed(self.seed)
+        return route, self._region(subject, source, x)
+
+    def _run(self, route: Route, region: Region, done: int) -> AttackRun | str:
+        """What one method finds, or why it finds nothing. Each begins from the same random state, whoever ran before it."""
+        method, generator = self.methods[done], torch.Generator().manual_seed(self.seed)
+        limit = math.sqrt(route.subject.eps) if self.fail_at is None else self.fail_at
+        with torch.random.fork_rng(devices=route.subject.devices):
             hunt = Hunt(route, region, self.step or region.step, self.steps, self.every, generator)
-            hunt.progress = lambda hunt=hunt, done=done: self.progress(
-                (done + len(hunt.trajectory) / (self.steps + 1)) / len(self.methods)
-            )
+            hunt.progress = lambda: self.progress((done + len(hunt.trajectory) / (self.steps + 1)) / len(self.methods))
             try:
                 METHODS[method](hunt)
-                runs[method] = AttackRun.of(method, hunt, limit)
+                hunt.settle()
+                return AttackRun.of(method, hunt, limit)
             except NotMeasured as why:
-                notes.append(f"{method} not measured: {why}")
-        if not runs:
-            raise NotMeasured("; ".join(notes))
-        return AttackResult.together(runs, tuple(notes), region)
+                return f"{method} not measured: {why}"
+
+    def _piece(self, subject: Subject, source: Source, piece: int) -> AttackRun | str:
+        found = self._run(*self._set_out(subject, source), piece)
+        return found if isinstance(found, str) else found.cpu()
+
+    def _join(self, subject: Subject, source: Source, found: Sequence[AttackRun | str]) -> Measurement:
+        return self._measured(subject, source, _together(found, self._set_out(subject, source)[1].cpu()))
 
     def _region(self, subject: Subject, source: Source, x: Tensor) -> Region:
         if self.box == "cell":
@@ -190,7 +202,9 @@ class Attack(Probe):
         return {"samples": samples, "steps": budget.attack_steps, "bits": task.bits, "seed": task.seed}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
-        result = self._search(subject, source)
+        return self._measured(subject, source, self._search(subject, source))
+
+    def _measured(self, subject: Subject, source: Source, result: AttackResult) -> Measurement:
         region, best = result.region, result.strongest
         notes, limit = list(result.notes), math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
         lost = int((result.start_errors > limit).sum())
@@ -221,6 +235,15 @@ class Attack(Probe):
             pictures=_pictures(result, source),
             notes=tuple(notes),
         )
+
+
+def _together(found: Sequence[AttackRun | str], region: Region) -> AttackResult:
+    """All that the methods found; a text says why one found nothing."""
+    runs = {run.method: run for run in found if isinstance(run, AttackRun)}
+    notes = tuple(note for note in found if isinstance(note, str))
+    if not runs:
+        raise NotMeasured("; ".join(notes))
+    return AttackResult.together(runs, notes, region)
 
 
 def _row(run: AttackRun, region: Region) -> dict[str, float | int | str | bool]:

@@ -14,6 +14,7 @@ from bilip.auditing.probes.route import Judgement, Route
 from bilip.auditing.round_trip import norms
 from bilip.errors import NotMeasured, said_by
 from bilip.linalg.lanczos import largest_singular_value
+from bilip.linalg.linearized import Linearized
 
 __all__ = ["METHODS", "Hunt", "Method"]
 
@@ -74,6 +75,11 @@ class Hunt:
             seen.back, torch.where(ended, torch.inf, seen.l2), torch.where(ended, torch.inf, seen.relative)
         )
 
+    def settle(self) -> None:
+        """Judge what was found by calls of the model, if recordings of them stood in for some."""
+        if self.route.replays:
+            self.found = self.route.judge(self.points, plain=True)
+
     def log(self, errors: Tensor) -> None:
         """Add the errors of one step to the trajectory."""
         self.trajectory.append(errors)
@@ -110,13 +116,14 @@ def ascend(hunt: Hunt, gradient: Callable[[Tensor, int], Tensor]) -> None:
 def roundtrip(hunt: Hunt) -> None:
     """Ascend |x - F^-1(F(x))|: the paper's objective. Its exact gradient is zero; it follows rounding noise."""
 
-    def gradient(x: Tensor, _: int) -> Tensor:
+    def pulled(x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             back = _differentiable(hunt.route.back(hunt.route.out(x)))
             return torch.autograd.grad((back - x).double().flatten(1).norm(dim=1).sum(), x)[0]
 
-    ascend(hunt, gradient)
+    often = hunt.route.often(pulled)
+    ascend(hunt, lambda x, _: often(x))
 
 
 def gain(hunt: Hunt) -> None:
@@ -131,22 +138,43 @@ def gain(hunt: Hunt) -> None:
     except NotMeasured:
         route, size = hunt.route, math.sqrt(eps)
     direction: Tensor | None = None
+    latent: Tensor | None = None  # what latents are like
     shrink = torch.ones(len(hunt.points), dtype=torch.float64, device=hunt.points.device)
 
-    def gradient(x: Tensor, k: int) -> Tensor:
-        nonlocal direction, shrink
+    def drawn(z: Tensor) -> Tensor:
+        return torch.randn(z.shape, generator=hunt.generator, dtype=torch.float64).to(z)
+
+    def pulled(x: Tensor, shrink: Tensor, towards: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The gradients at the point and at the perturbation."""
         with torch.enable_grad():
             point = (x.double() if route is not hunt.route else x).detach().requires_grad_()
             z = route.out(point)
-            fresh = torch.randn(z.shape, generator=hunt.generator, dtype=torch.float64).to(z)
-            direction = fresh if k % hunt.every == 0 or direction is None else direction
-            length = (size * shrink * (1 + norms(z)) / norms(direction)).to(z)
-            delta = (direction * _wide(length, z)).detach().requires_grad_()
+            along = towards(z)
+            length = (size * shrink * (1 + norms(z)) / norms(along)).to(z)
+            delta = (along * _wide(length, z)).detach().requires_grad_()
             back = _differentiable(route.back(z + delta))
             value = (back - point).double().flatten(1).norm(dim=1).log().sum()
-            to_point, to_delta = torch.autograd.grad(value, (point, delta))
+            return torch.autograd.grad(value, (point, delta))  # type: ignore[return-value]
+
+    often = route.often(lambda x, shrink, along: pulled(x, shrink, lambda z: along))
+
+    def gradient(x: Tensor, k: int) -> Tensor:
+        nonlocal direction, latent, shrink
+        if latent is None:
+            fresh = x
+
+            def first(z: Tensor) -> Tensor:
+                nonlocal fresh, latent
+                fresh = latent = drawn(z)
+                return fresh
+
+            to_point, to_delta = pulled(x, shrink, first)
+        else:
+            fresh = drawn(latent)
+            along = fresh if k % hunt.every == 0 or direction is None else direction
+            to_point, to_delta = often(x, shrink, along)
         usable = torch.isfinite(norms(to_delta)) & (norms(to_delta) > 0)
-        direction = torch.where(_wide(usable, z), to_delta, fresh).detach()
+        direction = torch.where(_wide(usable, to_delta), to_delta, fresh).detach()
         # Where so small a perturbation is not inverted to anything finite, a smaller one may be.
         shrink = torch.where(usable, shrink, (shrink / 10).clamp_min(1e-6))
         return to_point
@@ -171,13 +199,14 @@ def random(hunt: Hunt) -> None:
 def singular(hunt: Hunt) -> None:
     """Move along the direction that the way out contracts most, both ways, and linearise again at the worst point."""
     tries = [sign * share for share in (1.0, 0.5, 0.25, 0.125) for sign in (1, -1)]
+    checked: Linearized | None = None
     for k in range(max(1, min(8, hunt.steps // len(tries)))):
         if bool(hunt.ended.all()):
             return
         start = hunt.points
         try:
-            direction = _contracted(hunt, ~hunt.ended)
-        except NotMeasured:
+            direction, checked = _contracted(hunt, ~hunt.ended, checked)
+        except (NotMeasured, RuntimeError):
             if k == 0:
                 raise
             return  # the point found has no linearisation; the ones before it are kept
@@ -186,23 +215,26 @@ def singular(hunt: Hunt) -> None:
             hunt.log(hunt.found.l2)
 
 
-def _contracted(hunt: Hunt, rows: Tensor) -> Tensor:
-    """The direction of each sample that the way out contracts most, largest entry 1; zero for other samples."""
+def _contracted(hunt: Hunt, rows: Tensor, checked: Linearized | None) -> tuple[Tensor, Linearized]:
+    """The direction of each sample that the way out contracts most, largest entry 1; zero for other samples.
+
+    How each block is solved is checked where the model is linearised first; that linearisation comes back too.
+    """
     context, route = hunt.route.context, hunt.route
     context = None if context is None else context[rows]
     points = hunt.points[rows]
     if route.latent:
-        at = route.subject.linearized(route.subject.inverse(points, context).value, context)
+        at = route.subject.linearized(route.subject.inverse(points, context).value, context, like=checked)
         apply, adjoint = at.apply, at.adjoint
     else:
-        at = route.subject.linearized(points, context)
+        at = route.subject.linearized(points, context, like=checked)
         apply, adjoint = at.solve, at.solve_adjoint
     start = torch.randn(at.count, at.size, generator=hunt.generator, dtype=torch.float64).to(points.device)
     found = apply(largest_singular_value(apply, adjoint, start, steps=_LANCZOS_STEPS).right)
     found = (found / found.abs().amax(1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
     direction = torch.zeros_like(hunt.points)
     direction[rows] = found.view(points.shape).to(points.dtype)
-    return direction
+    return direction, checked or at
 
 
 METHODS: dict[str, Method] = {"roundtrip": roundtrip, "gain": gain, "random": random, "singular": singular}

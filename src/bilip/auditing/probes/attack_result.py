@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class AttackRun:
             hunt.random_steps,
             hunt.start_errors,
         )
+
+    def cpu(self) -> AttackRun:
+        """The same with all tensors on the CPU."""
+        return replace(self, **{name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,16 @@ class Blame(Probe):
     r"""Follows the error block by block, for own and foreign blocks alike.
 
     The forward pass stores what reaches each block. *Local* error: the round trip of one block alone, at these activations.
-    *Carried* error: what is wrong with each activation when walking back from z; its growth through a block's inverse is the
+    *Carried* error: what is wrong with each activation on the way back from z; its growth through a block's inverse is the
     *gain*. Medians are over the samples that come back wrong, if there are any. Beside them stand the extremes of the block's
     own Jacobian, in float64 at a few samples, and its log-determinant against slogdet for up to 64 dimensions.
 
-    In an audit it walks the samples that fail. The guilty block is the one whose own round trip is wrong; if there is none, the one
+    In an audit it follows the samples that fail. The guilty block is the one whose own round trip is wrong; if there is none, the one
     whose inverse makes the error grow by 10 or more and three times as much as the median block. Where none stands out, none is named.
     Weights that are not finite are named before anything else.
 
     Args:
-        samples: Samples walked through the model.
+        samples: Samples followed through the model.
         spectra: Samples for the blocks' Jacobians; 0 leaves them out.
 
     Example:
@@ -160,7 +160,7 @@ class Blame(Probe):
                     lambda z, part=part: part.inverse(z.clone(), context),
                     len(stored[k]),
                 )
-            except Exception:  # a foreign model may raise anything; the block as a whole was walked
+            except Exception:  # a foreign model may raise anything; the block as a whole was followed
                 continue
             if len(found) < 2:
                 continue
@@ -277,7 +277,7 @@ def _look(linear: LinearPart) -> _LocalState:
 def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:
     """Who is guilty, why, and whether it is a bug, a solver that stops early, or rounding."""
     inside, rows = [row for row in rows if "inside" in row], [row for row in rows if "inside" not in row]
-    broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the walk: there, and back
+    broken = [row for row in rows if row["forward_non_finite"] > 0]  # in the order of the calls: there, and back
     broken += [row for row in reversed(rows) if row["share_non_finite"] > 0]
     first = broken[0]["block"] if broken else ""
     liars = [row for row in rows if row["log_det_error"] > 1e-3 * size]

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from bilip._torch import half_digits
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances
@@ -91,7 +92,7 @@ class Consistency(Probe):
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         notes = []
-        tolerance = math.sqrt(subject.eps) if self.tolerance is None else self.tolerance
+        tolerance = half_digits(subject.dtype) if self.tolerance is None else self.tolerance
         try:
             model = subject.copy_in(torch.float64)
             with model.evaluating():

@@ -62,6 +62,7 @@ class GradientAngle(Probe):
     name = "gradient_angle"
     scope = "data"
     place = 92
+    load = 1
     quantities = (
         Quantity(
             "share_non_finite",
@@ -107,7 +108,7 @@ class GradientAngle(Probe):
         blocks = {name: _Block(part) for name, part in bijection.parts()}
         unusable, seen, total = 0, 0, min(source.count, self.samples)
         with _asked(bijection) as parameters, torch.enable_grad():
-            walk, held = Reversible(bijection, None), Reversible(bijection, None, keep_signs=True)
+            unguarded, with_signs = Reversible(bijection, None), Reversible(bijection, None, keep_signs=True)
             for batch in source.batches(self.batch, limit=self.samples, dtype=subject.dtype, device=subject.device):
                 stored = self._gradients(bijection, batch, parameters, log_det=log_det)
                 seen += len(batch)
@@ -115,11 +116,11 @@ class GradientAngle(Probe):
                 if not _finite(stored.values()):
                     unusable += 1
                     continue
-                found = self._gradients(walk, batch, parameters, log_det=log_det)
+                found = self._gradients(unguarded, batch, parameters, log_det=log_det)
                 whole.append(_angle(found, stored, list(stored)))
                 if not whole[-1] <= _CLOSE:
-                    found_held = self._gradients(held, batch, parameters, log_det=log_det)
-                    remaining.append(_angle(found_held, stored, list(stored)))
+                    again = self._gradients(with_signs, batch, parameters, log_det=log_det)
+                    remaining.append(_angle(again, stored, list(stored)))
                 else:
                     remaining.append(whole[-1])
                 for block in blocks.values():

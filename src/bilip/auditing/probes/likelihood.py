@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.digits import Digits
-from bilip.auditing.looks import Looks, Watch, share_interval
+from bilip.auditing.looks import Looks, SequentialTest, share_interval
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference, log_prob, same_draws, tolerance
 from bilip.auditing.subject import Outcome, Subject, parameter_count
@@ -125,8 +125,8 @@ class Likelihood(Probe):
         size, total = math.prod(source.shape), min(source.count, self.limit or source.count)
         everyone = self.referenced is None or size <= _SMALL
         everyone |= len(source.shape) == 1 and parameter_count(subject.bijection) * min(total, self.batch * 4) <= _CHEAP
-        tally, watch, spread = _Tally(self.part, size), Watch(self.looks, total, self.batch), math.nan
-        for start, stop in watch:
+        tally, test, spread = _Tally(self.part, size), SequentialTest(self.looks, total, self.batch), math.nan
+        for start, stop in test:
             batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
             if start == 0:
                 spread = _spread(subject, batch)
@@ -143,27 +143,27 @@ class Likelihood(Probe):
                 tally.trusted += len(picked)
                 sure = torch.zeros_like(chosen)
                 sure[picked] = True
-                watch.bad += self._compare(reference, batch, value, sure, tally, surprise=True)
+                test.bad += self._compare(reference, batch, value, sure, tally, surprise=True)
                 tally.skipped.append((start, stop, value, ~chosen & ~sure))
-            watch.bad += self._compare(reference, batch, value, chosen, tally)
+            test.bad += self._compare(reference, batch, value, chosen, tally)
             tally.count += len(value)
             tally.values.append(value.cpu())
             if tally.surprised and tally.skipped:  # float32 looked fine and was not: nothing is taken on trust any more
                 for first, end, known, rest in tally.skipped:
                     past = source.read(first, end, dtype=subject.dtype, device=subject.device)
-                    watch.bad += self._compare(reference, past, known, rest, tally)
+                    test.bad += self._compare(reference, past, known, rest, tally)
                 tally.skipped.clear()
-            self.progress(watch.progress)
-        if tally.unknown and not tally.draws and self._open(tally, watch):
-            tally.climb(reference.subject, self.digits, self.progress)
-        return tally.finding(self, source, watch, spread, base=subject.base is not None, own=reference.own)
+            self.progress(test.progress)
+        if tally.unknown and not tally.draws and self._open(tally, test):
+            tally.compute_more_digits(reference.subject, self.digits, self.progress)
+        return tally.finding(self, source, test, spread, base=subject.base is not None, own=reference.own)
 
-    def _open(self, tally: _Tally, watch: Watch) -> bool:
+    def _open(self, tally: _Tally, test: SequentialTest) -> bool:
         """Whether the samples without a reference decide."""
         if self.looks is None:
             return True
-        low, _ = share_interval(tally.bad, tally.count, watch.look)
-        _, high = share_interval(tally.bad + tally.unknown, tally.count, watch.look)
+        low, _ = share_interval(tally.bad, tally.count, test.look)
+        _, high = share_interval(tally.bad + tally.unknown, tally.count, test.look)
         return low <= self.looks.allowed < high
 
     def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
@@ -237,7 +237,7 @@ def _as_stated(subject: Subject, source: Source, part: float) -> None:
 
 def _spread(subject: Subject, batch: Batch) -> float:
     """Median standard deviation of log p over draws; 0 for a model that draws nothing, as a few samples tell."""
-    few = Batch(batch.x[:_FEW], None if batch.context is None else batch.context[:_FEW], batch.start)
+    few = batch.take(slice(_FEW))
     apart = _apart(subject, few)
     if not len(apart) or bool((apart > 0).any()):
         apart = _apart(subject, batch)
@@ -308,9 +308,9 @@ class _Tally:
         wrong = bad | unknown
         if bool(wrong.any()) and sum(map(len, self.failing)) < 256:
             at = rows.nonzero().flatten()[wrong]
-            self.failing.append(Batch(batch.x[at], None if batch.context is None else batch.context[at], batch.start))
+            self.failing.append(batch.take(at))
 
-    def climb(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
+    def compute_more_digits(self, reference: Subject, most: int, progress: Callable[[float], None]) -> None:
         """Compute a few samples without a stable reference with more digits."""
         digits = None
         for x, context, value in self.unsure[:most]:
@@ -326,14 +326,11 @@ class _Tally:
             progress(1.0)
 
     def finding(
-        self, probe: Likelihood, source: Source, watch: Watch, spread: float, *, base: bool, own: bool
+        self, probe: Likelihood, source: Source, test: SequentialTest, spread: float, *, base: bool, own: bool
     ) -> Finding:
         values = torch.cat(self.values)
         finite = values[torch.isfinite(values)]
-        contexts = [b.context for b in self.failing if b.context is not None]
-        failing = None
-        if self.failing:
-            failing = Batch(torch.cat([b.x for b in self.failing]), torch.cat(contexts) if contexts else None, 0)
+        failing = Batch.joined(self.failing) if self.failing else None
         notes = [] if base else ["the model has no base distribution: the log-determinant stands for log p"]
         notes += self.notes
         if self.referenced < self.count:
@@ -352,7 +349,7 @@ class _Tally:
                     "digits_tried": self.digits_tried,
                     "digits_bad": self.digits_bad,
                     "share_bad": self.bad / self.count,
-                    "look": watch.look,
+                    "look": test.look,
                     "referenced": self.referenced,
                     "share_non_finite": float((~torch.isfinite(values)).double().mean()),
                     "error_median": self.errors.quantile(0.5),

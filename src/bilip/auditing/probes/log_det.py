@@ -180,7 +180,7 @@ class LogDet(Probe):
         )
 
     def _draws(self, subject: Subject, batch: Batch, size: int) -> int:
-        few = Batch(batch.x[:_FEW], None if batch.context is None else batch.context[:_FEW], batch.start)
+        few = batch.take(slice(_FEW))
         first, second = (subject.forward_and_log_det(few.x, few.context).values[1].double() for _ in range(2))
         apart = ((first - second).abs() / size).nan_to_num(0.0, 0.0)
         return (
@@ -269,7 +269,7 @@ def _suspicious_too(subject: Subject, batch: Batch, suspicion: Tensor, count: in
     last = len(batch) - 1
     turns = (k for j in range(len(batch)) for i, rank in enumerate(ranks) for k in (rank[j], min(3 * j + i, last)))
     rows = torch.tensor(list(dict.fromkeys(turns))[:count], device=batch.x.device)
-    return Batch(batch.x[rows], None if batch.context is None else batch.context[rows], batch.start)
+    return batch.take(rows)
 
 
 def _log_dets(matrices: Tensor) -> tuple[Tensor, Tensor]:

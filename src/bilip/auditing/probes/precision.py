@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bilip._torch import dtype_name
 from bilip.auditing.budget import Budget
 from bilip.auditing.float32 import float32_products
 from bilip.auditing.probes.probe import Probe, Task
@@ -63,6 +64,7 @@ class Precision(Probe):
     scope = "failing"
     only_failing = True
     place = 60
+    load = 2
     quantities = (
         Quantity("cure", "first precision in which all is well", "text"),
         Quantity("own", "the model's own precision", "text"),
@@ -93,7 +95,7 @@ class Precision(Probe):
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
-        own = str(subject.dtype).removeprefix("torch.")
+        own = dtype_name(subject.dtype)
         notes: list[str] = []
         condition = self._condition(subject, batch.x, batch.context, notes)
         sizes = typical(source)
@@ -112,8 +114,8 @@ class Precision(Probe):
         if not rows:
             raise NotMeasured("; ".join(notes))
         names = [fmt.name for fmt in FORMATS]
-        climb = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
-        cure = next((str(r["rung"]) for r in climb if r["well"]), "none")
+        upwards = [r for r in reversed(rows) if names.index(str(r["rung"])) <= names.index(own) and r["rung"] != "tf32"]
+        cure = next((str(r["rung"]) for r in upwards if r["well"]), "none")
         well = [str(r["rung"]) for r in rows if r["well"]]
         lowest = well[-1] if well else "none"
         values = {"cure": cure, "lowest": lowest, "own": own, "samples": len(batch), "condition": condition}
@@ -268,7 +270,7 @@ class Format:
 
 
 def _format(dtype: torch.dtype) -> Format:
-    return Format(str(dtype).removeprefix("torch."), dtype, torch.finfo(dtype).eps)
+    return Format(dtype_name(dtype), dtype, torch.finfo(dtype).eps)
 
 
 FORMATS = (
@@ -310,10 +312,11 @@ class FormatModel:
         model = subject if fmt.dtype == subject.dtype else subject.copy_in(fmt.dtype)
         self.reference = model.copy_in(torch.float64)
         self.subject = model.copy_in(torch.float32) if self.emulated else model
+        self._dtype = self.subject.dtype  # looked up once: it is asked for after every block
 
     def enter(self, x: Tensor) -> Tensor:
         """A tensor rounded to the format, in the dtype that its model takes; integers, such as labels, stay."""
-        return x.to(self.fmt.dtype).to(self.subject.dtype) if x.is_floating_point() else x
+        return x.to(self.fmt.dtype).to(self._dtype) if x.is_floating_point() else x
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Outcome:
         """F(x) in this format."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -70,10 +70,12 @@ class Finding:
     Attributes:
         measurement: What goes into the record.
         failing: Samples that failed, the worst first, or None.
+        piece: What one piece of a probe found; the measurement is then empty, unless there is a reason why nothing was found.
     """
 
     measurement: Measurement
     failing: Batch | None = None
+    piece: Any = None
 
 
 class Probe(ABC):
@@ -93,6 +95,8 @@ class Probe(ABC):
         quantities: What its values, and the columns of its rows, are.
         only_failing: With the scope `failing`: leave out sources where nothing fails, but for the main one.
         section: Title and first sentence on the page, where it has no file in `report/sections`.
+        pieces: In how many pieces several processes may divide it: see `_piece` and `_join`.
+        load: Where several processes share an audit, what has a higher number is begun earlier: the longest tasks come first.
         progress: Called with the share that is done.
 
     Example:
@@ -113,6 +117,8 @@ class Probe(ABC):
     quantities: ClassVar[tuple[Quantity, ...]] = ()
     section: ClassVar[tuple[str, str]] = ("", "")
     only_failing: ClassVar[bool] = False
+    load: ClassVar[int] = 0
+    pieces: int = 1
     progress: Progress = staticmethod(silent)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -132,16 +138,39 @@ class Probe(ABC):
         """Measure on a batch, a pair `(x, context)`, a file or a `Source`."""
         return self.find(model, x, name=name).measurement
 
-    def find(self, model: Any, x: Any, *, name: str = "x", progress: Progress | None = None) -> Finding:
-        """The measurement, and the samples that failed. `progress` takes the place of the attribute meanwhile."""
+    def find(
+        self,
+        model: Any,
+        x: Any,
+        *,
+        name: str = "x",
+        piece: int | None = None,
+        pieces: Sequence[Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Finding:
+        """The measurement, and the samples that failed.
+
+        Args:
+            model: Anything `as_bijection` takes.
+            x: A batch, a pair `(x, context)`, a file or a `Source`.
+            name: Name of the source.
+            piece: Find only this piece.
+            pieces: What the pieces found, all of them: put the measurement together.
+            progress: Called with the share that is done, in place of the attribute.
+        """
         if progress is not None:
             with self._reporting_to(progress):
-                return self.find(model, x, name=name)
+                return self.find(model, x, name=name, piece=piece, pieces=pieces)
         subject = Subject.of(model)
         source = x if isinstance(x, Source) else as_source(name, x)
         with torch.inference_mode(False), subject.evaluating(), torch.random.fork_rng(devices=subject.devices):
             try:
-                found = self._measure(subject, source)
+                if piece is not None:
+                    found = Finding(Measurement(self.name, source.name), piece=self._piece(subject, source, piece))
+                elif pieces is not None:
+                    found = self._join(subject, source, pieces)
+                else:
+                    found = self._measure(subject, source)
             except NotMeasured as why:
                 found = Measurement(self.name, source.name, reason=str(why))
             except (InputError, torch.OutOfMemoryError, KeyboardInterrupt):
@@ -170,3 +199,11 @@ class Probe(ABC):
     @abstractmethod
     def _measure(self, subject: Subject, source: Source) -> Measurement | Finding:
         """What was measured on the source; `NotMeasured` is raised with the reason where there is no answer."""
+
+    def _piece(self, subject: Subject, source: Source, piece: int) -> Any:
+        """What one piece finds, on the CPU: it travels between processes."""
+        raise NotImplementedError
+
+    def _join(self, subject: Subject, source: Source, found: Sequence[Any]) -> Measurement | Finding:
+        """The answer from what the pieces found: that of `_measure`."""
+        raise NotImplementedError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
-from bilip.auditing.looks import Looks, Watch
+from bilip.auditing.looks import Looks, SequentialTest
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference
@@ -114,15 +114,15 @@ class Reconstruction(Probe):
         limit = subject.half_digits if self.wrong is None else self.wrong
         tally, total = _Tally(limit, self.keep), min(source.count, self.limit or source.count)
         sizes = typical(source)
-        watch = Watch(self.looks, total, self.batch)
-        for start, stop in watch:
+        test = SequentialTest(self.looks, total, self.batch)
+        for start, stop in test:
             batch = source.read(start, stop, dtype=subject.dtype, device=subject.device)
             forward = subject.forward(batch.x, batch.context)
             z = forward.value
             back = subject.inverse(z, batch.context)
             found = distances(batch.x, back.value, sizes)
             failed = forward.failed | back.failed
-            watch.bad += tally.add(batch, back.value, found, failed, forward.message or back.message)
+            test.bad += tally.add(batch, back.value, found, failed, forward.message or back.message)
             if not (forward.exact and back.exact):
                 tally.notes.add(
                     "some samples marked as failed may be innocent: they could not be told apart from the guilty"
@@ -133,8 +133,8 @@ class Reconstruction(Probe):
                 few = slice(64)
                 some = None if batch.context is None else batch.context[few]
                 tally.after = self._repeat(subject, batch.x[few], back.value[few], some, sizes)
-            self.progress(watch.progress)
-        return tally.finding(self, subject, source, watch.look, sizes)
+            self.progress(test.progress)
+        return tally.finding(self, subject, source, test.look, sizes)
 
     def _repeat(self, subject: Subject, x: Tensor, y: Tensor, context: Tensor | None, sizes: Typical) -> Histogram:
         for _ in range(self.rounds - 1):
@@ -197,9 +197,8 @@ class _Tally:
         """How many bad samples were tried again in float64, how many of them are bad there, and the samples."""
         if not self.failing:
             return 0, 0, None
-        contexts = [b.context for b in self.failing if b.context is not None]
-        x, context = torch.cat([b.x for b in self.failing])[:_TRIED], torch.cat(contexts)[:_TRIED] if contexts else None
-        failing = Batch(x, context, 0)
+        failing = Batch.joined(self.failing).take(slice(_TRIED))
+        x, context = failing.x, failing.context
         try:
             reference = Reference(subject)
             if reference.own:

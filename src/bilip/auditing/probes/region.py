@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,10 @@ class Region:
         x = x.to(self.start.dtype)
         x = torch.where(torch.isfinite(x), x, self.start)
         return torch.minimum(torch.maximum(x, self.low), self.high)
+
+    def cpu(self) -> Region:
+        """The same on the CPU."""
+        return replace(self, start=self.start.cpu(), low=self.low.cpu(), high=self.high.cpu())
 
     def contains(self, x: Tensor) -> Tensor:
         """For each sample: does it lie in its box?"""

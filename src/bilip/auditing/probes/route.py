@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilip._torch import Replayed
 from bilip.auditing.round_trip import Typical, distances
 from bilip.auditing.subject import Subject
+from bilip.nets.spectral import held_layers
 
 __all__ = ["Judgement", "Route"]
 
@@ -50,14 +53,52 @@ class Route:
         self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: Typical | None = None
     ) -> None:
         self.subject, self.context, self.latent, self.typical = subject, context, latent, typical
+        self._recorded: list[Replayed] = []
+        self._trip = self.often(self._bare, self._guarded)
 
-    def judge(self, x: Tensor) -> Judgement:
-        """The errors of the plain round trip, by guarded calls; no objective has a say in it."""
+    def often(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, which goes through the model, as one that is called many times: see `Replayed`.
+
+        What is recorded repeats every choice that Python made. So that there are none, all blocks have to be bilip's own with closed
+        inverses, no layer may be held by norms that are looked at, and autocast, which keeps copies of weights, is off.
+        """
+        bijection, plain = self.subject.bijection, plain or function
+        own = all(type(part).__module__.startswith("bilip.blocks.") for _, part in self.subject.parts)
+        if not (own and bijection.closed_form) or held_layers(bijection):
+            return plain
+        recorded = Replayed(function, plain)
+        self._recorded.append(recorded)
+
+        def call(*inputs: Tensor) -> Any:
+            return (plain if torch.is_autocast_enabled(inputs[0].device.type) else recorded)(*inputs)
+
+        return call
+
+    @property
+    def replays(self) -> int:
+        """How many calls were replays."""
+        return sum(recorded.replays for recorded in self._recorded)
+
+    @torch.no_grad()
+    def _bare(self, x: Tensor) -> Tensor:
+        with self.subject.arithmetic():
+            return self.back(self.out(x.clone()).clone())
+
+    def _guarded(self, x: Tensor) -> Tensor:
         first, second = self.subject.forward, self.subject.inverse
         if self.latent:
             first, second = second, first
-        there = first(x, self.context)
-        back = second(there.value, self.context).value
+        return second(first(x, self.context).value, self.context).value
+
+    def judge(self, x: Tensor, *, plain: bool = False) -> Judgement:
+        """The errors of the plain round trip, by guarded calls; no objective has a say in it.
+
+        Args:
+            x: The points.
+            plain: Call the model, also where a recording could stand in for it.
+        """
+        self.subject.tick()
+        back = self._guarded(x) if plain else self._trip(x)
         if back.shape != x.shape:  # every sample failed, and nothing is known about the shape of what should come back
             back = torch.full_like(x, torch.nan)
         found = distances(x, back, self.typical)
@@ -80,7 +121,7 @@ class Route:
         context = self.context
         if context is not None and context.is_floating_point():
             context = context.to(dtype)
-        return Route(self.subject.twin(dtype), context, latent=self.latent, typical=self.typical)
+        return Route(self.subject.copy_in(dtype), context, latent=self.latent, typical=self.typical)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

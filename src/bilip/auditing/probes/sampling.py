@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bilip.adapters import Base
 from bilip.auditing.budget import Budget
-from bilip.auditing.looks import Looks, Watch
+from bilip.auditing.looks import Looks, SequentialTest
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Finding, Probe, Task
 from bilip.auditing.reference import Reference
@@ -141,8 +141,8 @@ class Sampling(Probe):
         bits = []
         pictures: tuple[Picture, ...] = ()
         wanted = self.count if source.context_shape is None else min(self.count, source.count)
-        watch = Watch(self.looks, wanted, self.batch)
-        for start, stop in watch:
+        test = SequentialTest(self.looks, wanted, self.batch)
+        for start, stop in test:
             context = _contexts(source, start, stop, subject) if source.context_shape is not None else None
             z = _draw(subject.base, stop - start, context, generator)
             drawn = subject.inverse(z, context)
@@ -151,8 +151,8 @@ class Sampling(Probe):
                 pictures = _samples(x, source)
             if len(bits) < 4:
                 bits.append(_bits(subject, x, context, size))
-            watch.bad = found.add(subject, reference, z, drawn, context, start)
-            self.progress(watch.progress)
+            test.bad = found.add(subject, reference, z, drawn, context, start)
+            self.progress(test.progress)
         data = next(iter(source.batches(self.batch, limit=self.batch, dtype=subject.dtype, device=subject.device)))
         data_bits = _bits(subject, data.x, data.context, size)
         all_bits = torch.cat(bits)
@@ -160,7 +160,7 @@ class Sampling(Probe):
         if known.held_out:
             notes.append(f"{100 * known.held_out:.2g} % of held-out data lie as far outside; so many samples may")
         values = found.values() | {
-            "look": watch.look,
+            "look": test.look,
             "share_held_out": known.held_out,
             "data_largest": known.largest,
             "sample_bits_median": _median(all_bits),
@@ -351,11 +351,9 @@ class _Tally:
         """Bad samples as the reference decodes them, for a closer look."""
         if not self.kept:
             return None
-        contexts = [b.context for b in self.kept if b.context is not None]
-        x = torch.cat([b.x for b in self.kept])
-        keep = torch.isfinite(x.flatten(1)).all(1)
-        context = torch.cat(contexts)[keep] if contexts else None
-        return Batch(x[keep], context, 0) if bool(keep.any()) else None
+        whole = Batch.joined(self.kept)
+        finite = torch.isfinite(whole.x.flatten(1)).all(1)
+        return whole.take(finite) if bool(finite.any()) else None
 
     def values(self) -> dict[str, Any]:
         return {

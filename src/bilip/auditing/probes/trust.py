@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilip._torch import half_digits
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.probes.probe import Probe, Task
@@ -111,13 +112,13 @@ def _flags(
         else torch.full_like(log_det.double(), torch.nan)
     )
     antisymmetry = (log_det.double() + log_det_back.double()).abs() / x[0].numel()
-    limit = math.sqrt(subject.eps) if tolerance is None else tolerance
+    limit = half_digits(subject.dtype) if tolerance is None else tolerance
     round_trip_ok = relative <= limit  # False for NaN
     log_det_ok = torch.isfinite(log_det) & torch.isfinite(log_det_back) & (antisymmetry <= log_det_tolerance)
     trusted, condition_ok, log_prob = round_trip_ok & log_det_ok, None, None
     if condition:
         condition_ok = _conditions(subject, x, context) <= (
-            1 / math.sqrt(subject.eps) if condition is True else condition
+            1 / half_digits(subject.dtype) if condition is True else condition
         )
         trusted = trusted & condition_ok
     if subject.base is not None:

@@ -1,0 +1,148 @@
+"""Calls that are recorded and replayed, on CUDA graphs that are played on the CPU."""
+
+import pytest
+import torch
+
+from bilip import _torch
+from bilip._torch import EvalCache, Replayed
+from bilip.auditing.probes.attack import Attack
+from bilip.blocks import conv1x1
+from bilip.models import glow, residual_flow
+from recorded import play_graphs_on_the_cpu
+
+pytestmark = pytest.mark.numeric
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(_torch, "can_record", lambda *tensors: True)
+    made = []
+    plain = Replayed.__init__
+
+    def init(self, *args):
+        plain(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Replayed, "__init__", init)
+    return made
+
+
+def trained(model, size):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model(torch.rand(16, *size))
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model.eval()
+
+
+def test_calls_after_the_second_are_replays_with_their_own_tensors(graphs):
+    calls = []
+
+    def function(x, y):
+        calls.append(x)
+        return x * y, (x + y).sum(1)
+
+    often = Replayed(function)
+    for k in range(6):
+        x, y = torch.full((2, 3), float(k)), torch.arange(6.0).view(2, 3) - k
+        product, total = often(x, y)
+        assert torch.equal(product, x * y)
+        assert torch.equal(total, (x + y).sum(1))
+    assert often.replays == 4
+    assert len(calls) == 4  # twice as they are, once on a stream of its own, once recorded
+    kept = often(torch.ones(2, 3), torch.ones(2, 3))[0]
+    often(torch.zeros(2, 3), torch.ones(2, 3))
+    assert torch.equal(kept, torch.ones(2, 3))  # a later replay writes elsewhere
+    assert torch.equal(often(torch.ones(4, 3), torch.ones(4, 3))[1], torch.full((4,), 6.0))  # another shape: as it is
+
+
+FIRST = torch.ones(2)
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def refuses(x):
+    raise ValueError("not this way")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "why"),
+    [
+        (lambda x: x * 2 if float(x.sum()) > 0 else -x * -2, "not permitted"),
+        (lambda x: 2 * x + 0 * torch.rand(x.shape, generator=GENERATOR), "generator"),
+        (lambda x: 2 * FIRST, "other numbers"),  # does not see what it is given
+        (lambda x: (2 * x)[:1], "other numbers"),
+        (refuses, "not this way"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_it_is(graphs, recorded, why):
+    often = Replayed(recorded, lambda x: 2 * x)
+    found = [often(torch.full((2,), float(k))) for k in (1, -2, 3)]
+    assert [value.tolist() for value in found] == [[2.0, 2.0], [-4.0, -4.0], [6.0, 6.0]]
+    assert often.replays == 0
+    assert why in often.failed
+
+
+def test_an_interruption_while_recording_goes_on(graphs):
+    def stopped(x):
+        raise KeyboardInterrupt
+
+    often = Replayed(stopped, lambda x: 2 * x)
+    often(torch.ones(2))
+    with pytest.raises(KeyboardInterrupt):
+        often(torch.ones(2))
+
+
+def test_an_attack_with_replays_finds_what_one_without_finds(graphs, monkeypatch):
+    size = (3, 8, 8)
+    model, x = trained(glow(size, levels=2, blocks=1, hidden=8), size), torch.rand(64, *size)
+    attack = Attack(steps=8, samples=3, methods=["gain", "roundtrip", "random", "singular"])
+    newton = []
+    monkeypatch.setattr(conv1x1, "_newton", lambda weight: newton.append(weight) or torch.linalg.inv(weight))
+    found = attack.search(model, x)
+    assert sum(often.replays for often in graphs) > 8 * 4
+    assert not any(often.failed for often in graphs)
+    assert not newton  # the inverses of the matrices are those that the model itself computed
+    monkeypatch.setattr(_torch, "can_record", lambda *tensors: False)
+    alone = attack.search(model, x)
+    for method, run in alone.runs.items():
+        for name in ("points", "l2", "errors", "trajectory", "random_steps"):
+            torch.testing.assert_close(getattr(found.runs[method], name), getattr(run, name), rtol=0, atol=0)
+
+
+def test_what_replays_found_is_judged_by_the_model(graphs, monkeypatch):
+    size = (3, 8, 8)
+    model, x = trained(glow(size, levels=1, blocks=1, hidden=8), size), torch.rand(64, *size)
+    replay = Replayed._replay
+    monkeypatch.setattr(
+        Replayed,
+        "_replay",
+        lambda self, graph, inputs: replay(self, graph, inputs) * (torch.nan if self.replays else 1),
+    )
+    found = Attack(steps=8, samples=2, methods=["random"]).search(model, x)
+    assert bool(torch.isinf(found.runs["random"].trajectory[-1]).all())  # replays that went wrong
+    assert not bool(found.success.any())
+
+
+def test_iterative_inverses_and_autocast_are_not_recorded(graphs):
+    model = trained(residual_flow((2,), blocks=1, hidden=(8,)), (2,))
+    Attack(steps=8, samples=2, methods=["random"]).search(model, torch.randn(32, 2))
+    assert not graphs
+    size = (3, 8, 8)
+    model, x = trained(glow(size, levels=1, blocks=1, hidden=8), size), torch.rand(32, *size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        Attack(steps=8, samples=2, methods=["random"]).search(model, x)
+    assert graphs
+    assert not any(often.replays for often in graphs)
+
+
+def test_a_cache_gives_what_it_kept_only_to_recordings_that_ask_for_it(monkeypatch):
+    cache, owner, weight = EvalCache(), torch.nn.Identity().eval(), torch.eye(2)
+    first = cache.get(owner, weight, torch.exp)
+    monkeypatch.setattr("bilip._torch.capturing", lambda x: True)
+    with _torch._kept():
+        assert cache.get(owner, weight, torch.exp) is first
+        assert cache.get(owner, torch.eye(3), torch.exp).shape == (3, 3)
+        assert cache.get(owner, weight, torch.exp) is not first  # emptied by the other shape
+    assert cache._kept is None
