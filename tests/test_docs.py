@@ -1,8 +1,12 @@
-"""What the README says runs, and everything public has a docstring with an example."""
+"""What the README and the steps of CONTRIBUTING say runs, and everything public has a docstring with an example."""
 
 import importlib
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +141,16 @@ def test_root_names():
         bilip.nonsense  # noqa: B018
 
 
+IMPORTS = re.compile(r"^(?:>>> )?from (bilip[.\w]*) import ([\w, ]+)$", re.M)
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"]), ids=lambda page: page.name)
+def test_guides_import_public_names(page):
+    for module, names in IMPORTS.findall(page.read_text()):
+        public = importlib.import_module(module).__all__
+        assert set(names.replace(" ", "").split(",")) <= set(public), f"{module}: {names}"
+
+
 SUFFIX = re.compile(r"^(.*?)_?(median|p99|p999|max|error|status)$")
 
 
@@ -194,3 +208,189 @@ def test_the_guide_states_the_budgets_and_thresholds():
 def test_pictures_are_small():
     for path in (ROOT / "docs" / "assets").glob("*.png"):
         assert path.stat().st_size < 300_000, f"{path.name} is too large for a page"
+
+
+# ---- the three steps of CONTRIBUTING for a block, an adapter and a recipe, in a copy of the project: nothing else has to change
+
+BLOCK = '''
+"""Twice its input."""
+
+import math
+
+from bilip.blocks.bijection import Bijection
+from bilip.bounds import Box
+
+__all__ = ["Doubled"]
+
+
+class Doubled(Bijection):
+    def forward(self, x, context=None):
+        return 2 * x
+
+    def inverse(self, z, context=None):
+        return z / 2
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_full((len(x),), x[0].numel() * math.log(2))
+
+    def log_lip(self, box, context=None, formula="sharp"):
+        return math.log(2) + 1e-15
+
+    def log_lip_inverse(self, box, context=None, formula="sharp"):
+        return -math.log(2) + 1e-15
+
+    def interval(self, box, context=None):
+        return Box.outward(2 * box.low, 2 * box.high)
+
+    def interval_inverse(self, box, context=None):
+        return Box.outward(box.low / 2, box.high / 2)
+'''
+EXPORT = """
+from bilip.blocks.doubled import Doubled
+
+__all__ = [
+    "Doubled","""
+LIBRARY = '''
+"""A library of its own, with names of its own."""
+
+import torch
+from torch import nn
+
+
+class Trebled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def to_latent(self, x):
+        return self.weight * x, x.shape[1] * self.weight.log()
+
+    def to_data(self, z):
+        return z / self.weight, -z.shape[1] * self.weight.log()
+'''
+ADAPTER = '''
+"""mylib, whose maps are called to_latent and to_data."""
+
+from bilip.adapters._inspect import comes_from
+from bilip.adapters.foreign import Foreign, compose
+
+__all__ = ["recognise"]
+
+
+def recognise(model, shape):
+    if not comes_from(model, "mylib"):
+        return None
+    return compose([MyBlock(model)], shape), None, "mylib"
+
+
+class MyBlock(Foreign):
+    library = "mylib"
+
+    def encode(self, x, context, *, log_det):
+        return self.module.to_latent(x)
+
+    def decode(self, z, context, *, log_det):
+        return self.module.to_data(z)
+'''
+CASE = """
+    Case("mylib", "mylib", lambda: __import__("mylib").Trebled(), (4,), "mylib", None, blocks=("Trebled",)),"""
+RECIPE = '''
+"""One and one is two."""
+
+from dataclasses import dataclass
+
+from bilip.recipes.recipe import Line, Measured, Recipe
+
+__all__ = ["RECIPE"]
+
+
+@dataclass(frozen=True)
+class Config:
+    first: int = 1
+
+
+class MyClaim(Recipe):
+    name, claim, where = "my_claim", "One and one is two.", "table 0"
+    sizes = {size: Config() for size in ("quick", "gpu", "paper")}
+    cost = {size: "nothing" for size in ("quick", "gpu", "paper")}
+
+    def parts(self, config):
+        return ("sum",)
+
+    def run(self, part, config, work):
+        return Measured({"sum": config.first + 1})
+
+    def lines(self, config, found):
+        ours, paper = found[0]["sum"].numbers["sum"], self.paper()["sum"]
+        return [Line("the sum", str(paper), str(ours), ours == paper)]
+
+    def figures(self, config, found):
+        return {}
+
+
+RECIPE = MyClaim()
+'''
+TEST = """
+def test_my_claim(tmp_path):
+    import bilip.recipes
+
+    outcome = bilip.recipes.reproduce("my_claim", out=tmp_path, device="cpu")
+    assert [line.holds for line in outcome.lines] == [True]
+    assert (tmp_path / "ours.json").exists()
+"""
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.lstrip())
+
+
+def enter(path: Path, opening: str, line: str) -> None:
+    """One more line where a list or table opens."""
+    text = path.read_text()
+    assert text.count(opening) == 1, f"{path.name}: {opening}"
+    path.write_text(text.replace(opening, opening + line))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_block_an_adapter_and_a_recipe_take_three_steps_each(tmp_path):
+    for name in (
+        "pyproject.toml",
+        "conftest.py",
+        "tests/conftest.py",
+        "tests/catalogue.py",
+        "tests/test_contract.py",
+        "tests/adapters",
+    ):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    source, tests = tmp_path / "src" / "bilip", tmp_path / "tests"
+
+    put(source / "blocks" / "doubled.py", BLOCK)
+    export = source / "blocks" / "__init__.py"
+    export.write_text(export.read_text().replace("\n__all__ = [", EXPORT))
+    enter(tests / "catalogue.py", "\nCATALOGUE = [", '\n    Entry("doubled", lambda: blocks.Doubled(), (3,)),')
+
+    put(tests / "mylib.py", LIBRARY)
+    put(source / "adapters" / "my_library.py", ADAPTER)
+    enter(source / "adapters" / "adapted.py", "\n    _own,", "\n    my_library.recognise,")
+    enter(source / "adapters" / "adapted.py", "\nfrom bilip.adapters import ", "my_library, ")
+    enter(tests / "adapters" / "zoo.py", "\nCASES = [", CASE)
+
+    put(source / "recipes" / "my_claim.py", RECIPE)
+    enter(source / "recipes" / "runner.py", "\nMODULES = {", '\n    "my_claim": "bilip.recipes.my_claim",')
+    put(tmp_path / "results" / "my_claim" / "paper.json", '{"sum": 2}')
+    put(tests / "test_my_claim.py", TEST)
+
+    wanted = ["tests/test_contract.py", "tests/adapters/test_every_library.py", "tests/test_my_claim.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", "doubled or mylib or my_claim", "-rA", *wanted]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    for name in ("test_contract[doubled]", "test_log_det_is_that_of_the_jacobian[mylib]", "test_my_claim"):
+        assert any(line.startswith("PASSED") and name in line for line in done.stdout.splitlines()), name

@@ -2,8 +2,7 @@
 
 from bilip.adapters.adapted import Adapted, adapt, as_bijection
 from bilip.adapters.foreign import Base, Foreign, has_log_det
-from bilip.adapters.generic import from_callables
-from bilip.adapters.vector_field import from_vector_field
+from bilip.adapters.generic import from_callables, from_vector_field
 
 __all__ = [
     "Adapted",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bilip.adapters import freia, generic, memcnn, nflows, normflows, pyro, torch_distributions, zuko
+from bilip.adapters import freia, generic, memcnn, nflows, normflows, torch_distributions, zuko
 from bilip.adapters._inspect import comes_from, is_unchanged, require_own_map
 from bilip.adapters.foreign import Base, FlowBase, compose
 from bilip.blocks import Bijection, Chain, Flow
@@ -188,7 +188,6 @@ _RECOGNISERS: tuple[Callable[[Any, Sequence[int] | None], tuple[Bijection, Base 
     freia.recognise,
     normflows.recognise,
     zuko.recognise,
-    pyro.recognise,
     torch_distributions.recognise,
     memcnn.recognise,
     generic.recognise,

@@ -32,7 +32,7 @@ class Coupling(Unit):
         if fused is None and not (own and self._views):
             return super().run(x, context, log_det=log_det, mark=mark)
         x = x if own else x.clone(memory_format=torch.contiguous_format)
-        x1, x2 = block._split(x)
+        x1, x2 = block.split(x)
         h, shift, raw = self._nets(x1, x2, context)
         if fused is not None and h is not None and h.dtype == x.dtype:
             seen, log = fused.couple(x, h.contiguous(), *self._layout(x), mark, inverse=self.inverse)
@@ -118,12 +118,12 @@ class Coupling(Unit):
         """The output of the one net, if there is one; shift and raw scale, of an additive block only the shift."""
         block = self.block
         if isinstance(block, AdditiveCoupling):
-            shift = block._shift(x1, x2, context)
+            shift = block.shift(x1, x2, context)
             return shift, shift, None
         if block.s is not None:
             return None, *block.shift_and_raw_scale(x1, x2, context)
         h = call(block.t, x1, context, block._context)
-        return h, *block._halves(h, x2)
+        return h, *block.halves(h, x2)
 
     def _gain(self, raw: Tensor | None, *, log_det: bool) -> tuple[Tensor | None, Tensor | None]:
         """The gain, and its log if wanted."""

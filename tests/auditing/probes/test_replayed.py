@@ -1,5 +1,7 @@
 """Calls that are recorded and replayed, on CUDA graphs that are played on the CPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -88,14 +90,32 @@ def test_what_cannot_be_recorded_runs_as_it_is(graphs, recorded, why):
     assert why in often.failed
 
 
-def test_an_interruption_while_recording_goes_on(graphs):
-    def stopped(x):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_interruption_while_recording_goes_on(graphs, monkeypatch, hidden):
+    played = torch.cuda.graph
 
+    @contextlib.contextmanager
+    def broken_off(graph):  # as on a GPU: what ends a recording in the middle is said in other words
+        try:
+            with played(graph):
+                yield
+        finally:
+            raise RuntimeError("capture failed")
+
+    def stopped(x):
+        if recording:
+            raise KeyboardInterrupt
+        recording.append(x)  # on a stream of its own, before it is recorded
+        return 2 * x
+
+    recording = []
+    if hidden:
+        monkeypatch.setattr(torch.cuda, "graph", broken_off)
     often = Replayed(stopped, lambda x: 2 * x)
     often(torch.ones(2))
     with pytest.raises(KeyboardInterrupt):
         often(torch.ones(2))
+    assert torch.equal(often(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_an_attack_with_replays_finds_what_one_without_finds(graphs, monkeypatch):
@@ -176,7 +196,7 @@ def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):
         for _ in range(4):
             z = subject.forward(x).value
             subject.inverse(z)
-            subject.twin(torch.float64).forward(x.double())
+            subject.copy_in(torch.float64).forward(x.double())
         assert len(graphs) == 3
         assert all(often.replays == 2 for often in graphs)
         kinds = len(graphs)
@@ -189,5 +209,4 @@ def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):
     back = subject.inverse(subject.forward(x).value).value
     assert float((back - x).abs().max()) < 1e-4
     assert len(graphs) == kinds + 1
-    assert subject._recorded is None
-    assert subject.twin(torch.float64)._recorded is None
+    assert subject._session.recorded is None
