@@ -257,7 +257,7 @@ def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
         values = [torch.linalg.svdvals(jacobian(flow.bijection, x[k : k + 1])).flatten() for k in range(len(x))]
         return [float(each[0] / each[-1]) for each in values]
     subject = Subject.of(flow)
-    finite = torch.isfinite(subject.twin(torch.float64).forward(x.double()).value.flatten(1)).all(1)
+    finite = torch.isfinite(subject.copy_in(torch.float64).forward(x.double()).value.flatten(1)).all(1)
     found = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
     chosen = finite.nonzero().flatten()
     if len(chosen) and not _can_be_solved(
@@ -291,9 +291,9 @@ def log_det_errors(flow: Flow, x: Tensor) -> dict[str, list[float]]:
     for k in range(len(x)):
         point = x[k : k + 1]
         exact = float(_linalg.slogdet(jacobian(flow.bijection, point))[1])
-        twin = subject.twin(torch.float64).forward_and_log_det(point.double()).values[1]
+        double = subject.copy_in(torch.float64).forward_and_log_det(point.double()).values[1]
         own = subject.forward_and_log_det(point).values[1]
-        found["float64"].append(abs(float(twin[0]) - exact) / size)
+        found["float64"].append(abs(float(double[0]) - exact) / size)
         found["float32"].append(abs(float(own[0]) - exact) / size)
     return found
 
@@ -305,13 +305,13 @@ def log_det_spread(flow: Flow, x: Tensor, repeats: int) -> dict[str, list[float]
         Nats per dimension: `apart`, the mean of so many estimates less the log-determinant of the Jacobian, and `standard_error` of that
         mean.
     """
-    twin = Subject.of(flow).twin(torch.float64)
+    double = Subject.of(flow).copy_in(torch.float64)
     size, found = x[0].numel(), {"apart": [], "standard_error": []}
     for k in range(len(x)):
         exact = float(_linalg.slogdet(jacobian(flow.bijection, x[k : k + 1]))[1])
         several = x[k : k + 1].double().expand(repeats, *x.shape[1:])
         with fixed_draws(k):
-            values = twin.forward_and_log_det(several).values[1]
+            values = double.forward_and_log_det(several).values[1]
         found["apart"].append((float(values.mean()) - exact) / size)
         found["standard_error"].append(float(values.std()) / math.sqrt(repeats) / size)
     return found
