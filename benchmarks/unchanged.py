@@ -222,7 +222,11 @@ def main() -> None:
     before = json.loads(args.against.read_text())
     before["recipes"] = {name: row for name, row in before.get("recipes", {}).items() if name in args.recipes}
     lines = [line for name in args.only for line in differences(before[name], found[name], name)]
-    print("\n".join(lines[:200]) or "nothing differs")
+    by_item: dict[str, list[str]] = {}
+    for line in lines:
+        by_item.setdefault(" / ".join(line.split(" / ")[:2]).split(":")[0], []).append(line)
+    for item, several in by_item.items():
+        print(f"{item}: {len(several)} differences", *several[:4], sep="\n    ")
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in found.items())
     print(f"{counts} compared: {len(lines)} differences")
     raise SystemExit(bool(lines))

@@ -169,13 +169,8 @@ TORCH = """
 """
 # What a class shares with the few that it works with, and with no others.
 SHARED = {
-    "_ready": "ActNorm: whether it has started; for chains, penalties and training states",
-    "_context": "a coupling's context; for its linearization and its memory-saving gradient",
-    "_halves": "likewise, both parts of its input",
-    "_shift": "likewise, its shift",
-    "_split": "likewise, its partition",
+    "_context": "whether the net of a block takes a context; for its memory-saving gradient",
     "_certificate": "a held layer: what was certified last; for training steps and their states",
-    "_diagonal": "a diagonal block's factors; for its determinant",
 }
 
 
@@ -218,7 +213,6 @@ STATE = {
     "_BORN": "weak: how classes were made",
     "_METHODS": "weak: likewise",
     "_LISTENING": "who wants to know of captured steps: one stack for the process",
-    "_rounds": "how often the processes of a group have met: one number for the process",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 

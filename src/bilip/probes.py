@@ -27,6 +27,8 @@ _MOVED = {
     "error_map": "auditing.probes.reconstruction",
     "rungs": "auditing.probes.precision",
     "inside": "auditing.probes.blame",
+    "attack_result": "auditing.probes.attack",
+    "route": "auditing.probes.attack_methods",
 }
 for _name, _place in {**_ROOM, **{old: f"bilip.{new}" for old, new in _MOVED.items()}}.items():
     _module = sys.modules[f"{__name__}.{_name}"] = import_module(_place)

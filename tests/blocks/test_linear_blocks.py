@@ -35,7 +35,7 @@ def test_actnorm_state_travels_with_the_state_dict():
     source.load_state_dict(fresh.state_dict())
     with pytest.raises(NotInitialized):
         source.inverse(x)
-    assert copy.deepcopy(copied)._ready
+    assert copy.deepcopy(copied).ready
 
 
 @pytest.mark.parametrize("call", ["inverse", "inverse_and_log_det", "bounds", "eval forward"])

@@ -59,8 +59,8 @@ class Called(AdditiveCoupling):
 
 
 class Helper(AdditiveCoupling):
-    def _shift(self, x1, x2, context):
-        return 100 * super()._shift(x1, x2, context)
+    def shift(self, x1, x2, context):
+        return 100 * super().shift(x1, x2, context)
 
 
 class Branch(Residual):
@@ -144,13 +144,13 @@ REFUSED = {
     "pre-hook": (lambda: pre_hooked(additive()), "hooks"),
     "forward patched": (lambda: patched(additive(), "forward"), "method forward replaced"),
     "inverse patched": (lambda: patched(additive(), "inverse"), "method inverse replaced"),
-    "helper patched": (lambda: patched(additive(), "_shift"), "method _shift replaced"),
+    "helper patched": (lambda: patched(additive(), "shift"), "method shift replaced"),
     "proof patched": (lambda: patched(additive(), "log_lip"), "method log_lip replaced"),
     "forward overridden": (lambda: additive(Forward), "Forward.forward, but inherits"),
     "inverse overridden": (lambda: additive(Backward), "Backward.inverse, but inherits"),
     "a default overridden": (lambda: additive(BothWays), "BothWays.inverse_and_log_det, but inherits"),
     "call overridden": (lambda: additive(Called), "Called.__call__, but inherits"),
-    "helper overridden": (lambda: additive(Helper), "Helper._shift, but inherits"),
+    "helper overridden": (lambda: additive(Helper), "Helper.shift, but inherits"),
     "branch overridden": (lambda: Branch(MLP(4, 4, lipschitz=0.5)), "Branch.branch, but inherits"),
     "half of it stated": (lambda: additive(HalfStated), "HalfStated.forward, but inherits"),
     "chain overridden": (lambda: MyChain(additive()), "MyChain.forward, but inherits"),

@@ -1,14 +1,20 @@
+"""Labelled images: read in every form, as batches for training, and dequantized."""
+
+import math
 import os
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
-from bilip.data import cifar10, load_images
+from bilip.data import ImageBatches, Images, cell, cifar10, dequantize, load_images
 from bilip.data.images import load_plain
 from bilip.errors import InputError
+from bilip.training import Draw
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
@@ -205,3 +211,131 @@ def test_a_pickle_cannot_change_the_functions_that_read_the_next_one(tmp_path):
         load_plain(tmp_path / "first")
     (tmp_path / "second").write_bytes(before)
     assert load_plain(tmp_path / "second") == {b"data": b"abc"}
+
+
+def make(count=20, size=6, **options):
+    x = torch.randint(1, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return ImageBatches(Images(x, torch.arange(count)), size, **options), x
+
+
+def test_every_image_is_some_shifted_and_mirrored_one(device):
+    batches, x = make(pad=2, device=device)
+    mirrored, shifted = 0, set()
+    for step in range(9):
+        found, labels = batches(Draw(5, step))
+        assert found.shape == (6, 3, 8, 8)
+        for image, label in zip(found.mul(255).round().to(torch.uint8).cpu(), labels, strict=True):
+            padded = torch.nn.functional.pad(x[label], (2, 2, 2, 2))
+            ways = [
+                (flip, down, right)
+                for flip in (False, True)
+                for down in range(5)
+                for right in range(5)
+                if torch.equal(image, _cut(padded, down, right, flip))
+            ]
+            assert len(ways) == 1
+            mirrored += ways[0][0]
+            shifted.add(ways[0][1:])
+    assert 10 < mirrored < 44
+    assert len(shifted) > 15
+
+
+def _cut(padded, down, right, flip):
+    cut = padded[:, down : down + 8, right : right + 8]
+    return cut.flip(2) if flip else cut
+
+
+def test_an_epoch_has_each_image_once_and_its_own_order():
+    batches, _ = make()
+    epochs = [torch.cat([batches(Draw(0, 3 * e + k))[1] for k in range(3)]).tolist() for e in range(2)]
+    assert batches.per_epoch == 3
+    assert all(len(set(epoch)) == 18 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != torch.cat([batches(Draw(1, k))[1] for k in range(3)]).tolist()
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    one, two = make()[0], make()[0]
+    for step in (7, 2, 7, 0):
+        one(Draw(3, step))
+    assert all(torch.equal(a, b) for a, b in zip(one(Draw(3, 4)), two(Draw(3, 4)), strict=True))
+
+
+def test_normalised():
+    mean, std = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
+    batches, x = make(mean=mean, std=std)
+    found, labels = batches.plain(3, 30)
+    expected = (x[3:].double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
+        :, None, None
+    ]
+    assert torch.allclose(found.double(), expected, atol=1e-6)
+    assert labels.tolist() == list(range(3, 20))
+    assert found.is_contiguous()
+
+
+def test_no_augmentation():
+    batches, x = make(pad=0, flip=False)
+    found, labels = batches(Draw(0, 1))
+    assert torch.equal(found.mul(255).round().to(torch.uint8), x[labels])
+
+
+@pytest.mark.parametrize(
+    "options", [{"size": 0}, {"size": 21}, {"pad": -1}, {"mean": (0.0,)}, {"std": (1.0, 0.0, 1.0)}]
+)
+def test_bad_options(options):
+    with pytest.raises(InputError, match="ImageBatches"):
+        make(**options)
+    with pytest.raises(InputError, match="no labels"):
+        ImageBatches(Images(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)), 1)
+
+
+@given(bits=st.integers(1, 16), seed=st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_dequantized_levels_stay_in_their_cell(bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(2**bits, (64, 3), generator=generator)
+    levels[0, 0], levels[0, 1] = 0, 2**bits - 1
+    x = dequantize(levels, bits, generator)
+    assert x.dtype == torch.float32
+    assert torch.equal((x.double() * 2**bits).floor().long(), levels)
+    found = cell(x, bits)
+    assert found.half == 0.5 / 2**bits
+    assert torch.equal(found.center.double(), (levels.double() + 0.5) / 2**bits)
+    assert bool(((x - found.center).abs() <= found.half).all())
+
+
+def test_noise_that_would_round_into_the_next_cell(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2**-24))
+    levels = torch.tensor([[65535.0]])
+    assert float(dequantize(levels, 16)) < 1
+
+
+def test_noise_is_uniform_and_seeded():
+    levels = torch.zeros(100_000, 1, dtype=torch.uint8)
+    x = dequantize(levels, 8, torch.Generator().manual_seed(0)) * 256
+    assert abs(float(x.mean()) - 0.5) < 5 / math.sqrt(12 * len(x))
+    assert torch.equal(x, dequantize(levels, 8, torch.Generator().manual_seed(0)) * 256)
+
+
+@pytest.mark.parametrize(
+    ("levels", "bits", "message"),
+    [
+        (torch.tensor([256]), 8, "expected 0 to 255"),
+        (torch.tensor([-1]), 8, "levels run from -1"),
+        (torch.tensor([200], dtype=torch.uint8), 5, "pixels // 8"),
+        (torch.tensor([0.5]), 8, "whole numbers"),
+        (torch.tensor([math.nan]), 8, "whole numbers"),
+        (torch.tensor([True]), 8, "torch.bool"),
+        (torch.tensor([0]), 0, "from 1 to 16"),
+        (torch.tensor([0]), 2.0, "from 1 to 16"),
+    ],
+)
+def test_bad_levels(levels, bits, message):
+    with pytest.raises(InputError, match=message):
+        dequantize(levels, bits)
+
+
+@pytest.mark.parametrize("x", [torch.tensor([1.0]), torch.tensor([-1e-9]), torch.tensor([math.nan]), torch.tensor([0])])
+def test_cell_wants_the_unit_interval(x):
+    with pytest.raises(InputError, match=r"\[0, 1\)"):
+        cell(x)

@@ -117,3 +117,12 @@ def test_the_state_of_an_activation_norm_has_its_guards():
     assert float(itself(copied, x, step=3)) == float(fresh(copied, x, step=3))  # on the network that was copied along
     assert len(itself.walks()) == 3
     again.load_state({"seen": 1, "skipped": 0})
+
+
+@pytest.mark.numeric
+def test_a_sample_left_out_of_a_penalty_reaches_no_gradient():
+    model, x = models.real_nvp(4, blocks=2), torch.randn(6, 4)
+    x[0, 0] = torch.inf
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        FlowLikelihood(1.0)(model, x, latent=model.forward_and_log_det(x), step=0).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

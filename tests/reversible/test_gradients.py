@@ -1,4 +1,4 @@
-"""Memory-saving gradients equal stored ones, for every block, in both directions, in ordinary autograd."""
+"""Memory-saving gradients equal stored ones, for every block, in both directions, in ordinary autograd and to any order."""
 
 import copy
 
@@ -8,6 +8,8 @@ from torch import nn
 
 import bilip
 from bilip import Chain, blocks, models, nets
+from bilip.errors import DriftError
+from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle
 from catalogue import CATALOGUE, wake
 
@@ -315,3 +317,112 @@ def test_an_input_changed_in_place_is_noticed():
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.numeric
+def test_functional_call():
+    model, x = models.real_nvp(4, blocks=2).double(), torch.randn(5, 4, dtype=torch.float64)
+    wrapped = Reversible(model)
+    for values in (
+        {k: v.detach().clone().requires_grad_() for k, v in wrapped.named_parameters()},
+        {k: nn.Parameter(1.001 * v.detach()) for k, v in wrapped.named_parameters()},
+    ):
+        loss = torch.func.functional_call(wrapped, values, (x,)).square().sum()
+        try:
+            loss.backward()
+        except DriftError:
+            continue
+        assert all(v.grad is not None and v.grad.any() for v in values.values())
+
+
+@pytest.mark.numeric
+def test_an_empty_batch():
+    assert Reversible(models.real_nvp(4))(torch.randn(0, 4)).shape == (0, 4)
+
+
+def test_parameters_without_a_shape_yet_are_stored_once():
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.LazyLinear(8), nn.ELU(), nn.Linear(8, 4)) for _ in range(2)]
+    chain = Chain(*(blocks.AffineCoupling(net, partition=blocks.Split(swap=k == 1)) for k, net in enumerate(nets)))
+    f, x = Reversible(chain), torch.randn(8, 4)
+    for _ in range(2):
+        a = torch.autograd.grad(f(x).square().sum(), list(chain.parameters()))
+        b = torch.autograd.grad(chain(x).square().sum(), list(chain.parameters()))
+        assert angle(list(a), list(b)) < 1e-5
+    assert f.report().steps == 1
+
+
+def smooth(seed=0):
+    torch.manual_seed(seed)
+    model = models.real_nvp(4, blocks=3, hidden=(8,), activation="tanh").double()
+    return model, Reversible(model), torch.randn(8, 4, dtype=torch.float64)
+
+
+def same(found):
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_inputs_that_depend_on_the_same_parameters():
+    model, saving, x = smooth()
+    found = []
+    for f in (model, saving):
+        loss = (f.inverse(f(x) + 0.1) - x).square().mean()
+        found.append(torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
+    same(found)
+    assert angle(*found) < 1e-7
+
+
+@pytest.mark.parametrize("log_det", [False, True])
+def test_third_derivatives_through_a_cycle(log_det):
+    model, saving, x = smooth()
+    found = []
+    for f in (model, saving):
+        y = x.clone().requires_grad_()
+        if log_det:
+            z, log = f.forward_and_log_det(y)
+            value = f.inverse(2 * z).sin().sum() + log.square().sum()
+        else:
+            value = f.inverse(2 * f(y)).sin().sum()
+        (first,) = torch.autograd.grad(value, y, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), y, create_graph=True)
+        found.append(torch.autograd.grad(second.square().sum(), [y, *model.parameters()], allow_unused=True))
+    same(found)
+
+
+def test_contexts_that_depend_on_the_same_parameters():
+    torch.manual_seed(0)
+    net = nets.MLP(2, 2, hidden=(8,), activation="tanh", context=4)
+    model = Chain(blocks.AdditiveCoupling(net), shape=(4,)).double()
+    x, found = torch.randn(5, 4, dtype=torch.float64), []
+    for f in (model, Reversible(model)):
+        z = f(f(x, x), f(x, x.cos()))
+        first = torch.autograd.grad(z.square().sum(), list(model.parameters()), create_graph=True)
+        found.append(
+            torch.autograd.grad(sum(g.square().sum() for g in first), list(model.parameters()), allow_unused=True)
+        )
+    same(found)
+
+
+def overflowing():
+    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
+    with torch.no_grad():
+        model[2].t.layers[-1].bias[2:] -= 25.0
+        model[5].t.layers[-1].bias[2:] += 100.0
+    return model
+
+
+def test_a_penalty_on_outputs_that_overflow_runs_backward():
+    """The stored path must not differentiate what its input has behind it: that was done, and is freed."""
+    torch.manual_seed(0)
+    model, x = overflowing(), torch.randn(8, 4)
+    saving = Reversible(model)
+    for _ in range(2):
+        z, log_det = saving.forward_and_log_det(x)
+        loss = z.square().sum() - log_det.sum()
+        with pytest.warns(UserWarning, match="NaN or Inf"):
+            loss = loss + FiniteDifference(0.1)(saving, x, latent=(z, log_det), step=0)
+        loss.backward()
+    back = saving(x)
+    (saving.inverse(back).nan_to_num().sum() + log_det.detach().sum()).backward()

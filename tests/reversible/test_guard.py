@@ -635,3 +635,42 @@ def test_sparse_gradients():
         return [p.grad.to_dense() for p in model.parameters()]
 
     assert off(dense(Reversible(model)), dense(model)) < 1e-5
+
+
+def test_no_false_alarm_of_the_spot_check(recwarn):
+    model = models.real_nvp(4, blocks=2).requires_grad_(False)
+    x = torch.randn(3, 4, requires_grad=True)
+    (Reversible(model, Guard(spot_check=1))(x).sum() * 0).backward()
+    assert not [w for w in recwarn if "spot check" in str(w.message)]
+
+
+def test_anchors_keep_to_the_budget_for_any_batch():
+    wrapped = Reversible(models.real_nvp(4, blocks=4), Guard(budget=4 * 4 * 4 * 3))
+    watch = wrapped._watch
+    watch.anchors = {(False, k): 64 for k in (1, 2, 3)}
+    watch.names = {(False, k): str(k) for k in (1, 2, 3)}
+    assert len(watch.places(False, 64)) == 3
+    assert not watch.places(False, 4096 * 16)
+
+
+def stacked(net, depth=4):
+    parts = [p for _ in range(depth) for p in (blocks.AffineCoupling(net()), blocks.Permutation.reverse(4))]
+    return Chain(*parts, shape=(4,))
+
+
+def test_calls_made_while_resting_are_recomputed():
+    torch.manual_seed(0)
+    model = stacked(lambda: nets.MLP(2, 4), 6)
+    with torch.no_grad():
+        for block in model:
+            if isinstance(block, blocks.AffineCoupling):
+                list(block.parameters())[-2].mul_(20)
+    wrapped = Reversible(model, Guard(budget=0, spot_check=0))
+    x = torch.randn(2, 16, 4)
+    for _ in range(45):
+        model.zero_grad()
+        (wrapped(x[0]).square().sum() + wrapped(x[1]).square().sum()).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        (model(x[0]).square().sum() + model(x[1]).square().sum()).backward()
+        assert angle(found, [p.grad for p in model.parameters()]) < 1e-2

@@ -1,4 +1,4 @@
-"""Activation memory: flat in depth, in what a graph keeps and in what a process occupies."""
+"""Activation memory: flat in depth, in what a graph keeps and in what a process occupies; what is written in place harms nobody."""
 
 import json
 import os
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from bilip import models
+from bilip import Chain, blocks, models
 from bilip.reversible import Guard, Reversible
 from catalogue import wake
 
@@ -85,3 +86,73 @@ def test_a_process_occupies_the_same_at_any_depth():
     shallow, deep = resident("reversible", 16), resident("reversible", 32)  # below 16, fewer 1x1 matrices are at hand
     assert deep < 1.15 * shallow  # pages and allocator: some noise
     assert resident("stored", 16) > 4 * deep
+
+
+class Added(nn.Module):
+    """A net with a parameter of the whole shape of its output: for one sample its gradient is the very one that comes in."""
+
+    def __init__(self, channels, outputs):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, outputs, 1)
+        self.whole = nn.Parameter(torch.zeros(1, outputs, 4, 4))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return self.conv(x) + self.whole
+
+
+def mixed(kind):
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(4):
+        coupling = blocks.AdditiveCoupling(Added(2, 2)) if kind == "additive" else blocks.AffineCoupling(Added(2, 4))
+        parts += [blocks.ActNorm(4, start="identity"), blocks.InvertibleConv1x1(4), coupling]
+    return Chain(*parts).double()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("kind", ["additive", "affine"])
+def test_a_gradient_that_is_handed_on_is_not_written_to(kind, inverse):
+    model, x = mixed(kind), torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    weights, found = torch.randn(1, 4, 4, 4, dtype=torch.float64), []
+    for bijection in (model, Reversible(model)):
+        z, log_det = (bijection.inverse_and_log_det if inverse else bijection.forward_and_log_det)(x)
+        found.append(torch.autograd.grad((z * weights).sum() + log_det.sum(), [x, *model.parameters()]))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("kind", ["additive", "affine"])
+def test_what_nets_have_seen_stays_as_it_was(kind):
+    model, x = mixed(kind), torch.randn(3, 4, 4, 4, dtype=torch.float64)
+    model(x)
+    nets = [part.t for part in model if hasattr(part, "t")]
+    true = [net.seen.pop().clone() for net in nets]
+    saving = Reversible(model)
+    z = saving(x)
+    z.sum().backward()
+    for net, value in zip(nets, true, strict=True):
+        assert len(net.seen) == 2  # on the way there and on the way back
+        assert all(torch.allclose(seen.detach(), value, atol=1e-12) for seen in net.seen)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("kind", ["additive", "affine"])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_anchors_are_not_written_to(kind, inverse):
+    model, x = mixed(kind), torch.randn(3, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    saving = Reversible(model)
+    run = (lambda b: b.inverse_and_log_det(x)) if inverse else (lambda b: b.forward_and_log_det(x))
+    stored = torch.autograd.grad(run(model)[0].square().sum(), [x, *model.parameters()])
+    for k in range(1, 8):  # ActNorm and convolution are one unit
+        saving._watch.anchors, saving._watch.names = {(inverse, k): 0}, {(inverse, k): str(k)}
+        z, _ = run(saving)
+        first, again = (
+            torch.autograd.grad(z.square().sum(), [x, *model.parameters()], retain_graph=True) for _ in range(2)
+        )
+        for a, b, c in zip(stored, first, again, strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+            assert torch.equal(b, c)

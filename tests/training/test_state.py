@@ -1,10 +1,11 @@
-"""States of training: damage is found, what is wrong inside is said in one line, and the last good state is named."""
+"""States of training: written while it goes on; damage is found, what is wrong is said in one line, the last good state is named."""
 
 import json
 import math
 import os
 import random
 import shutil
+import threading
 import warnings
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from safetensors.torch import save as save_tensors
 
 from bilip import Flow, models
 from bilip.data import checkerboard
-from bilip.errors import CheckpointError
+from bilip.errors import CheckpointError, InputError
 from bilip.nets.spectral import held_layers, restore_certificate
 from bilip.objectives import Likelihood
 from bilip.record.files import UNSEALED, seal
@@ -230,3 +231,49 @@ def test_a_residual_flow_goes_on_from_its_certificates(tmp_path):
     before = layer._certificate
     restore_certificate(layer, before.tensors() | {"bound": before.bound / 2})  # what is not true is not taken over
     assert layer._certificate is None
+
+
+def saving_often(steps):
+    return Settings(steps=steps, device="cpu", save_every=2, log_every=1)
+
+
+def test_steps_do_not_wait_for_a_state_to_be_written(tmp_path, monkeypatch):
+    went_on = threading.Event()
+
+    def slow(path, tensors, facts):
+        assert went_on.wait(60), "the steps waited for the file"
+        save_state(path, tensors, facts)
+
+    def progress(done, steps, latest):
+        if done == 3:
+            went_on.set()
+
+    monkeypatch.setattr("bilip.training.run.save_state", slow)
+    train(make_task(), saving_often(4), tmp_path, progress=progress)
+    assert read_state(tmp_path / "last.safetensors")[1]["step"] == 4
+    assert read_state(tmp_path / "previous.safetensors")[1]["step"] == 2
+
+
+def test_a_state_is_that_of_its_step_whatever_later_steps_do(tmp_path, monkeypatch):
+    train(make_task(), saving_often(2), tmp_path / "two", progress=silent)
+    expected, _ = read_state(tmp_path / "two" / "last.safetensors")
+    went_on, kept = threading.Event(), {}
+
+    def slow(path, tensors, facts):
+        assert went_on.wait(60)
+        kept.setdefault(facts["step"], {name: value.clone() for name, value in tensors.items()})
+
+    monkeypatch.setattr("bilip.training.run.save_state", slow)
+    train(
+        make_task(), saving_often(4), tmp_path / "four", progress=lambda done, *_: went_on.set() if done == 3 else None
+    )
+    assert all((kept[2][name] == value).all() for name, value in expected.items() if name.startswith("model."))
+
+
+def test_a_disk_that_is_full_ends_the_run_with_a_line(tmp_path, monkeypatch):
+    def full(path, tensors, facts):
+        raise InputError(f"cannot write {path} (No space left on device).")
+
+    monkeypatch.setattr("bilip.training.run.save_state", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        train(make_task(), saving_often(4), tmp_path, progress=silent)

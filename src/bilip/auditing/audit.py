@@ -23,7 +23,7 @@ from bilip.auditing.float32 import float32_products, uses_tf32
 from bilip.auditing.looks import Looks
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import PROBES, Task
-from bilip.auditing.share import Share
+from bilip.auditing.processes import Processes
 from bilip.auditing.subject import ENDED
 from bilip.auditing.verdicts import Thresholds, judge
 from bilip.data import Batch, Source, as_source, noise
@@ -98,7 +98,7 @@ def audit(
     for label, value, least, most in (("seed", seed, 0, 2**63 - 1), ("bits", bits, 1, 32)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise InputError(f"audit({label}={value!r}): expected a whole number, {least} to {most}.")
-    clock, share = _Clock(started, time), Share(distributed=distributed)
+    clock, processes = _Clock(started, time), Processes(distributed=distributed)
     thresholds = thresholds or Thresholds()
     probes = None if probes is None else _listed([probes] if isinstance(probes, p.Probe) else probes)
     with _unended():
@@ -112,7 +112,7 @@ def audit(
         relative=thresholds.limit(subject.eps),
         bad_share=spent.bad_share if thresholds.bad_share is None else thresholds.bad_share,
     )
-    show = progress or (_Line() if share.rank == 0 else silent)
+    show = progress or (_Line() if processes.rank == 0 else silent)
     with (
         _arithmetic(subject, autocast, tf32) as as_run,
         subject.evaluating(),
@@ -128,11 +128,11 @@ def audit(
             first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
             subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
         plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
-        share.agree("model", subject.bijection.state_dict().values())
+        processes.agree("model", subject.bijection.state_dict().values())
         for stream in streams:
             some = next(iter(stream.batches(64, limit=64, dtype=torch.float64)))
-            share.agree(f"source {stream.name!r}", (some.x, some.context))
-        run = _Run(subject, plan, clock, share, show, keep_interrupted)
+            processes.agree(f"source {stream.name!r}", (some.x, some.context))
+        run = _Run(subject, plan, clock, processes, show, keep_interrupted)
         run.measure(streams)
     show("done", 1.0)
     described = tuple(_describe(stream, spent) for stream in streams)
@@ -184,7 +184,7 @@ class _Run:
         subject: The model.
         plan: Probes and sources, in order.
         clock: How long it may take.
-        share: Which process does what.
+        processes: Which process does what.
         show: Progress, as the caller of the audit wants it.
         keep_interrupted: Whether Ctrl-C ends the audit with what was measured so far.
         measurements: What was measured.
@@ -195,7 +195,7 @@ class _Run:
     subject: p.Subject
     plan: list[tuple[p.Probe, Source]]
     clock: _Clock
-    share: Share
+    processes: Processes
     show: Progress
     keep_interrupted: bool
     measurements: list[Measurement] = field(default_factory=list)
@@ -226,14 +226,14 @@ class _Run:
 
     def _all_of(self, tasks: list[tuple[p.Probe, Source]]) -> None:
         """Measure some tasks. Several processes divide the probes that come in pieces, and put these together."""
-        several = self.share.size > 1
+        several = self.processes.size > 1
         pieces = [probe.pieces if several else 1 for probe, _ in tasks]
         units = [
             (*task, k if count > 1 else None) for task, count in zip(tasks, pieces, strict=True) for k in range(count)
         ]
         # The longest first, and what is measured once: another process does the rest meanwhile.
         order = sorted(range(len(units)), key=lambda k: (-units[k][0].load, units[k][0].scope != "data"))
-        every = iter(self.share.all_of(units, order if several else range(len(units)), self._one))
+        every = iter(self.processes.all_of(units, order if several else range(len(units)), self._one))
         for (probe, stream), count in zip(tasks, pieces, strict=True):
             found = [next(every) for _ in range(count)]
             done = next((one for one in found if one.measurement.reason), found[0])
@@ -248,9 +248,9 @@ class _Run:
     def _one(self, task: tuple[p.Probe, Source, int | None], begun: int) -> _Done:
         """One probe, or a piece of it, on one source; `begun` counts the tasks of its group before it."""
         probe, stream, piece = task
-        if self.share.interrupted and not self.keep_interrupted:
+        if self.processes.interrupted and not self.keep_interrupted:
             raise KeyboardInterrupt
-        self.stopped = self.stopped or self.share.interrupted
+        self.stopped = self.stopped or self.processes.interrupted
         if self.stopped or self.clock.over:
             reason = "the audit was stopped before" if self.stopped else self.clock.reason
             return _Done(Measurement(probe.name, stream.name, reason=reason), stopped=self.stopped)
@@ -273,7 +273,7 @@ class _Run:
         if self.clock.rang:  # a part of what it measures may be missing
             return _Done(Measurement(probe.name, stream.name, reason=self.clock.reason))
         lost = found.failing
-        if lost is not None and self.share.size > 1:  # it travels
+        if lost is not None and self.processes.size > 1:  # it travels
             lost = lost.cpu()
         return _Done(found.measurement, lost, piece=found.piece)
 

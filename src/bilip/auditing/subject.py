@@ -30,6 +30,23 @@ __all__ = ["ENDED", "Outcome", "Subject", "run_guarded"]
 _OFTEN = 64  # rows from which on a batch is one of many
 
 
+def _nothing() -> None:
+    """What is called before each call of a model that no clock watches."""
+
+
+@dataclass
+class _Session:
+    """What holds for the calls of a model and of its copies, while an audit lasts.
+
+    Attributes:
+        tick: Called before each call; an audit looks at its clock.
+        recorded: Calls that are repeated, while nothing about the model changes; `None` outside of `Subject.repeating`.
+    """
+
+    tick: Callable[[], None] = _nothing
+    recorded: dict[Any, Replayed] | None = None
+
+
 class Subject:
     """A model under test: its bijection, its base, its parts, and guarded calls.
 
@@ -37,6 +54,7 @@ class Subject:
         adapted: What `bilip.adapters.adapt` gave for the model.
         name: Name for reports.
         copied: Whether it is a copy in another dtype, which runs without the user's autocast.
+        session: What a copy shares with the model that it is a copy of.
 
     Attributes:
         bijection: The map F from data to latents.
@@ -51,17 +69,14 @@ class Subject:
         (torch.float32, 2, torch.Size([3, 2]))
     """
 
-    def __init__(self, adapted: Adapted, name: str, *, copied: bool = False) -> None:
+    def __init__(self, adapted: Adapted, name: str, *, copied: bool = False, session: _Session | None = None) -> None:
         self.bijection: Bijection = adapted.bijection
         self.base: Base | None = adapted.base
         self.library, self.name = adapted.library, name
         self._copies: dict[torch.dtype, Subject | str] = {}
         self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
-        self._recorded: dict[Any, Replayed] | None = (
-            None  # calls that are repeated, while nothing about the model changes
-        )
-        self.tick: Callable[[], None] = _nothing  # called before each call of the model; an audit looks at its clock
+        self._session = session or _Session()
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -76,7 +91,7 @@ class Subject:
         return subject
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copies": {}, "_recorded": None, "tick": _nothing}
+        return {**self.__dict__, "_copies": {}, "_session": _Session()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +184,8 @@ class Subject:
 
     def _often(self, call: Call, x: Tensor, context: Tensor | None) -> Replayed | None:
         """The call as one that is repeated on a GPU; `None` where it is not, or cannot be."""
-        if self._recorded is None or context is not None or len(x) < _OFTEN or not can_record(x):
+        recorded = self._session.recorded
+        if recorded is None or context is not None or len(x) < _OFTEN or not can_record(x):
             return None
         if (
             torch.is_autocast_enabled(x.device.type)
@@ -177,12 +193,12 @@ class Subject:
             or getattr(call, "__self__", None) is not self.bijection
         ):
             return None
-        key = (call.__name__, x.shape, x.dtype, switches())
-        if key not in self._recorded:
+        key = (self, call.__name__, x.shape, x.dtype, switches())
+        if key not in recorded:
             if not has_room(x):
                 return None
-            self._recorded[key] = Replayed(lambda y: _tuple(call(y.clone(), None)))
-        return self._recorded[key]
+            recorded[key] = Replayed(lambda y: _tuple(call(y.clone(), None)))
+        return recorded[key]
 
     @functools.cached_property
     def recordable(self) -> bool:
@@ -197,14 +213,11 @@ class Subject:
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
         """Inside, nothing about the model changes: on a GPU the launches of calls on large batches are recorded and replayed."""
-        everyone = [self, *(one for one in self._copies.values() if isinstance(one, Subject))]
-        for one in everyone:
-            one._recorded = {}
+        self._session.recorded = {}
         try:
             yield
         finally:
-            for one in (self, *(one for one in self._copies.values() if isinstance(one, Subject))):
-                one._recorded = None
+            self._session.recorded = None
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -235,15 +248,12 @@ class Subject:
                     copy.deepcopy(self.bijection, deepcopy_memo(self.bijection)).to(dtype).eval().requires_grad_(False)
                 )
                 adapted = Adapted(bijection, self.base_in(dtype, bijection), self.library)
-                found = Subject(adapted, self.name, copied=True)
+                found = Subject(adapted, self.name, copied=True, session=self._session)
             except Exception as error:  # foreign modules may refuse to be copied in any way they like
                 found = f"the model cannot be copied in {dtype_name(dtype)} ({said_by(error)})"
             self._copies[dtype] = found
         if isinstance(found, str):
             raise NotMeasured(found)
-        found.tick = self.tick
-        if self._recorded is not None and found._recorded is None:
-            found._recorded = {}
         return found
 
     def forget_copies(self) -> None:
@@ -287,11 +297,15 @@ class Subject:
     @contextlib.contextmanager
     def watched(self, tick: Callable[[], None]) -> Iterator[None]:
         """Inside, `tick` is called before each guarded call of the model, of copies too."""
-        before, self.tick = self.tick, tick
+        before, self._session.tick = self._session.tick, tick
         try:
             yield
         finally:
-            self.tick = before
+            self._session.tick = before
+
+    def tick(self) -> None:
+        """Look at the clock of the audit, if one lasts: `NotMeasured` is raised where the time is over."""
+        self._session.tick()
 
     def check(self, x: Tensor, context: Tensor | None, where: str, *, strict: bool = True) -> None:
         """Raise an `InputError` in one line if the model takes no sample of a batch at all, or has no inverse.
@@ -342,10 +356,6 @@ class Subject:
         if what == "forward" or outcome.message.split(":")[0] in fatal:
             raise InputError(f"{complaint}: {said}")
         return outcome
-
-
-def _nothing() -> None:
-    """What is called before each call of a model that no clock watches."""
 
 
 def deepcopy_memo(module: nn.Module) -> dict[int, Any]:

@@ -45,21 +45,23 @@ class AdditiveCoupling(Bijection):
         self.partition = Split() if partition is None else partition
         self._context = takes_context(t)
 
-    def _shift(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> Tensor:
+    def shift(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> Tensor:
+        """t(x1), in the shape of the transformed part."""
         shift = self.partition.outputs(call(self.t, x1, context, self._context))
         require_shape("AdditiveCoupling", "t(x1)", shift, x2)
         return shift
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the net sees, and what is transformed."""
         return self.partition.split(self.check_net(x, self.t))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        x1, x2 = self._split(x)
-        return self.partition.merge(x1, x2 + self._shift(x1, x2, context))
+        x1, x2 = self.split(x)
+        return self.partition.merge(x1, x2 + self.shift(x1, x2, context))
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        z1, z2 = self._split(z)
-        return self.partition.merge(z1, z2 - self._shift(z1, z2, context))
+        z1, z2 = self.split(z)
+        return self.partition.merge(z1, z2 - self.shift(z1, z2, context))
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         part, _ = self.partition.split_box(box)

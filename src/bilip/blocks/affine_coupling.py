@@ -71,10 +71,10 @@ class AffineCoupling(Bijection):
         """t(x1) and s(x1), in the shape of the transformed part."""
         shift = call(self.t, x1, context, self._context)
         if self.s is None:
-            return self._halves(shift, x2)
+            return self.halves(shift, x2)
         return self._checked(shift, call(self.s, x1, context, self._s_context), x2)
 
-    def _halves(self, h: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(self, h: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         """Shift and raw scale from the output of a net that gives both."""
         dim = self.partition.feature_dim
         if h.shape[dim] % 2:
@@ -91,27 +91,28 @@ class AffineCoupling(Bijection):
         require_shape("AffineCoupling", "s(x1)", raw, x2)
         return shift, raw
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the nets see, and what is transformed."""
         return self.partition.split(self.check_net(x, self.t))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        x1, x2 = self._split(x)
+        x1, x2 = self.split(x)
         shift, raw = self.shift_and_raw_scale(x1, x2, context)
         return self.partition.merge(x1, torch.addcmul(shift, x2, self.scale(raw)))
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        z1, z2 = self._split(z)
+        z1, z2 = self.split(z)
         shift, raw = self.shift_and_raw_scale(z1, z2, context)
         return self.partition.merge(z1, (z2 - shift) / self.scale(raw))
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x1, x2 = self._split(x)
+        x1, x2 = self.split(x)
         shift, raw = self.shift_and_raw_scale(x1, x2, context)
         gain, log_gain = self.scale.with_log(raw)
         return self.partition.merge(x1, torch.addcmul(shift, x2, gain)), log_gain.flatten(1).sum(1)
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        z1, z2 = self._split(z)
+        z1, z2 = self.split(z)
         shift, raw = self.shift_and_raw_scale(z1, z2, context)
         gain, log_gain = self.scale.with_log(raw)
         return self.partition.merge(z1, (z2 - shift) / gain), -log_gain.flatten(1).sum(1)

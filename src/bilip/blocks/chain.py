@@ -256,4 +256,4 @@ def only_scales(norm: Bijection | None, conv: InvertibleConv1x1) -> TypeGuard[Ac
     """Whether a block is an ActNorm whose scale can go into the matrix of the 1x1 convolution after it."""
     if type(norm) is not ActNorm or norm.features != conv.channels or norm.dim != 1:
         return False
-    return norm._ready and not is_watched(norm)
+    return norm.ready and not is_watched(norm)

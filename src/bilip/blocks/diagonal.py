@@ -96,7 +96,8 @@ class DiagonalScaling(_Diagonal):
         self.log_scale = nn.Parameter(scale.detach().abs().log())
         self.register_buffer("sign", scale.detach().sign())
 
-    def _diagonal(self, x: Tensor) -> Tensor:
+    def diagonal(self, x: Tensor) -> Tensor:
+        """The diagonal of D, in a shape that broadcasts over a batch."""
         self.check(x)
         self.check_like(x, self.log_scale)
         diagonal = torch.copysign(self.log_scale.exp(), self.sign)
@@ -111,10 +112,10 @@ class DiagonalScaling(_Diagonal):
         return diagonal.view(self._axis(x.ndim))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return x * self._diagonal(x)
+        return x * self.diagonal(x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return z / self._diagonal(z)
+        return z / self.diagonal(z)
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         return _scale_box(box, *(self._along(box, value) for value in (self.log_scale, self.sign)))
@@ -212,14 +213,14 @@ class ActNorm(_Diagonal):
 
     def _mark(self, ready: bool) -> None:
         self.initialized.fill_(ready)
-        _ = self._ready
+        _ = self.ready
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        _ = self._ready  # so that it is known where it cannot be read
+        _ = self.ready  # so that it is known where it cannot be read
 
     @property
-    def _ready(self) -> bool:
+    def ready(self) -> bool:
         """What the buffer says. On a device it is waited for only until it was seen to be true, or when it may have changed."""
         flag = self.initialized
         seen = self._read
@@ -244,7 +245,7 @@ class ActNorm(_Diagonal):
         return self.bias.view(shape), self.log_scale.view(shape)
 
     def _require_ready(self) -> None:
-        if not self._ready:
+        if not self.ready:
             raise NotInitialized(
                 "ActNorm starts from data and has seen none. Pass one batch through the model in training "
                 "mode (model.train(); "
@@ -252,7 +253,7 @@ class ActNorm(_Diagonal):
             )
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        if not self._ready and self.training:
+        if not self.ready and self.training:
             self.initialize(x)
         self._require_ready()
         bias, log_scale = self._view(x)
@@ -286,7 +287,7 @@ class ActNorm(_Diagonal):
         return Box.outward(unscaled.low - bias, unscaled.high - bias)
 
     def extra_repr(self) -> str:
-        return f"{self.features}, dim={self.dim}" + ("" if self._ready else ", waiting for data")
+        return f"{self.features}, dim={self.dim}" + ("" if self.ready else ", waiting for data")
 
     def _who(self) -> str:
         return str(self)

@@ -101,7 +101,7 @@ def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -
         if isinstance(part, ActNorm):
             return _Diagonal(part.log_scale.exp().view([-1 if k == part.dim % x.ndim else 1 for k in range(x.ndim)]))
         if isinstance(part, DiagonalScaling):
-            return _Diagonal(part._diagonal(x))
+            return _Diagonal(part.diagonal(x))
         if isinstance(part, InvertibleConv1x1):
             return _Channels(part.matrix(x.dtype).detach(), part.inverse_matrix().detach())
     if part.rearranges:
@@ -269,19 +269,19 @@ class _Triangle:
     def _nets(self, x1: Tensor, x2: Tensor, context: Tensor | None) -> list[Tensor]:
         if isinstance(self.part, AffineCoupling):
             return list(self.part.shift_and_raw_scale(x1, x2, context))
-        return [self.part._shift(x1, x2, context)]
+        return [self.part.shift(x1, x2, context)]
 
     def _outputs(self, h: Tensor) -> list[Tensor]:
         """Shift and raw scale from what a single net gives."""
         if isinstance(self.part, AffineCoupling):
-            return list(self.part._halves(h, self.x2))
+            return list(self.part.halves(h, self.x2))
         return [self.part.partition.outputs(h)]
 
     def _chain(self) -> Callable[[Tensor], Tensor] | None:
         net = self.part.t
         if getattr(self.part, "s", None) is not None or not isinstance(net, (MLP, ConvNet)):
             return None
-        return _chain_of(net, self.x1, self.context if self.part._context else None)
+        return _chain_of(net, self.x1, self.context)
 
     def _graph(self) -> _Graph:
         """The nets at the points, evaluated once; anew in each product where there is no room to keep the graph."""

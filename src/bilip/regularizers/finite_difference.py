@@ -197,7 +197,7 @@ class _Passes:
 def _looks_at_batch(part: nn.Module) -> bool:
     """Whether the answer for one sample depends on the others of its batch."""
     if isinstance(part, ActNorm):
-        return part.training and not part._ready
+        return part.training and not part.ready
     return isinstance(part, nn.modules.batchnorm._NormBase) and (part.training or not part.track_running_stats)
 
 

@@ -34,7 +34,7 @@ from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
-from bilip.reversible.units import Grads, Pulled, Unit
+from bilip.reversible.units import Grads, Recovered, Unit
 
 __all__ = ["Backward", "Call"]
 
@@ -163,11 +163,11 @@ class Call:
 
     # ---- backward
 
-    def pull(self, back: Backward) -> tuple[Tensor, Sum]:
+    def backward(self, back: Backward) -> tuple[Tensor, Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
         self._require_unchanged()
         with self.matrices, modes_again(self.modes):
-            return self._pull(back)
+            return self._backward(back)
 
     def stored(self, x: Tensor, context: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
         """The outputs once more, by the bijection itself, with a graph if one is asked for; the parameters stand in its modules."""
@@ -191,7 +191,7 @@ class Call:
                 return (b.inverse_and_log_det if self.inverse else b.forward_and_log_det)(x, context)
             return ((b.inverse if self.inverse else b)(x, context),)
 
-    def _pull(self, back: Backward) -> tuple[Tensor, Sum]:
+    def _backward(self, back: Backward) -> tuple[Tensor, Sum]:
         watch = self.watch
         if self.checkpoint:
             return self._recompute(back)
@@ -233,14 +233,14 @@ class Call:
         for k in reversed(range(len(self.units))):
             self.matrices.on_the_walk(k, y)
             mark = self.prints.get(k) if watched else None
-            pulled = self._back(k, y, back, grad, given.get(k), own=own, mark=mark, replay=signs)
+            recovered = self._back(k, y, back, grad, given.get(k), own=own, mark=mark, replay=signs)
             own = self.units[k].fresh and k not in given
-            result.add(pulled)
-            y, grad = pulled.x, pulled.grad
+            result.add(recovered)
+            y, grad = recovered.x, recovered.grad
             if mark is not None:
-                seen[k] = mark.again(y) if pulled.print is None else pulled.print
+                seen[k] = mark.again(y) if recovered.print is None else recovered.print
                 reaches.append(mark.reach(y, grad))
-            grads += ((len(seen), g) for g in pulled.parameters.values())
+            grads += ((len(seen), g) for g in recovered.parameters.values())
         if not seen:
             return grad, result, Drift.none(grad)
         found = drifts_of([self.prints[k] for k in seen], list(seen.values()), reaches)
@@ -259,7 +259,7 @@ class Call:
         inverses: bool = True,
         record: Signs | None = None,
         replay: Signs | None = None,
-    ) -> Pulled:
+    ) -> Recovered:
         unit, matrices = self.units[k], self.matrices.of(k, inverses=inverses)
         signs = contextlib.nullcontext() if replay is None else replay.replay(k)
         signs = signs if record is None else record.record(k)
@@ -373,9 +373,9 @@ class Call:
                 states += (self._again(k, states[-1], back.context) for k in range(begin, stop - 1))
             for k in reversed(range(begin, stop)):
                 known, inverses = states[k - begin], back.grad_log is not None
-                pulled = self._back(k, y, back, grad, known, inverses=inverses, record=record)
-                result.add(pulled)
-                y, grad = pulled.x, pulled.grad
+                recovered = self._back(k, y, back, grad, known, inverses=inverses, record=record)
+                result.add(recovered)
+                y, grad = recovered.x, recovered.grad
             stop = begin
         finite = back.gives_finite(grad)
         if capturing(grad):
@@ -447,11 +447,11 @@ class Sum:
         self.context: Tensor | None = None
         self.overflowed = False
 
-    def add(self, pulled: Pulled) -> None:
-        for parameter, grad in pulled.parameters.items():
+    def add(self, recovered: Recovered) -> None:
+        for parameter, grad in recovered.parameters.items():
             self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
-        if pulled.context is not None:
-            self.context = pulled.context if self.context is None else self.context + pulled.context
+        if recovered.context is not None:
+            self.context = recovered.context if self.context is None else self.context + recovered.context
 
 
 def _total(logs: list[Tensor], x: Tensor) -> Tensor:

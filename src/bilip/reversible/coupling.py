@@ -12,7 +12,7 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
 from bilip.blocks._nets import call
 from bilip.blocks.scale import SigmoidScale
 from bilip.reversible.fingerprint import kernels
-from bilip.reversible.units import Pulled, Ran, Unit, leaf, pull
+from bilip.reversible.units import Ran, Recovered, Unit, leaf, vjp
 
 __all__ = ["Coupling"]
 
@@ -32,7 +32,7 @@ class Coupling(Unit):
         if fused is None and not (own and self._views):
             return super().run(x, context, log_det=log_det, mark=mark)
         x = x if own else x.clone(memory_format=torch.contiguous_format)
-        x1, x2 = block._split(x)
+        x1, x2 = block.split(x)
         h, shift, raw = self._nets(x1, x2, context)
         if fused is not None and h is not None and h.dtype == x.dtype:
             seen, log = fused.couple(x, h.contiguous(), *self._layout(x), mark, inverse=self.inverse)
@@ -67,9 +67,9 @@ class Coupling(Unit):
             g_h, g_x, seen = fused.uncouple(
                 y, whole, grad.contiguous(), grad_log, *self._layout(y), mark, inverse=self.inverse
             )
-            pulled = pull(y1, [h], [g_h], point, self, given, outside)
-            torch.add(g1, pulled.grad, out=block.partition.split(g_x)[0])
-            return Pulled(y, g_x, pulled.parameters, pulled.context, seen)
+            recovered = vjp(y1, [h], [g_h], point, self, given, outside)
+            torch.add(g1, recovered.grad, out=block.partition.split(g_x)[0])
+            return Recovered(y, g_x, recovered.parameters, recovered.context, seen)
         with torch.enable_grad():
             gain, log_gain = self._gain(raw, log_det=grad_log is not None)
         in_place = known is None and self._views and (own or fused is not None)
@@ -85,11 +85,11 @@ class Coupling(Unit):
             sign = -1 if self.inverse else 1
             outputs.append(log_gain)
             grads.append((sign * grad_log).view(-1, *[1] * (log_gain.ndim - 1)).expand_as(log_gain).to(log_gain.dtype))
-        pulled = pull(y1, outputs, grads, point, self, given, outside)
+        recovered = vjp(y1, outputs, grads, point, self, given, outside)
         x = y if in_place else block.partition.merge(y1, x2) if known is None else known
         with torch.no_grad():
-            g_x = self._merged(grad, g1, pulled.grad, g2, gain, own=own)
-        return Pulled(x, g_x, pulled.parameters, pulled.context)
+            g_x = self._merged(grad, g1, recovered.grad, g2, gain, own=own)
+        return Recovered(x, g_x, recovered.parameters, recovered.context)
 
     @property
     def _views(self) -> bool:
@@ -118,12 +118,12 @@ class Coupling(Unit):
         """The output of the one net, if there is one; shift and raw scale, of an additive block only the shift."""
         block = self.block
         if isinstance(block, AdditiveCoupling):
-            shift = block._shift(x1, x2, context)
+            shift = block.shift(x1, x2, context)
             return shift, shift, None
         if block.s is not None:
             return None, *block.shift_and_raw_scale(x1, x2, context)
         h = call(block.t, x1, context, block._context)
-        return h, *block._halves(h, x2)
+        return h, *block.halves(h, x2)
 
     def _gain(self, raw: Tensor | None, *, log_det: bool) -> tuple[Tensor | None, Tensor | None]:
         """The gain, and its log if wanted."""

@@ -84,7 +84,7 @@ class MemorySaving(torch.autograd.Function):
             return None, *found[: len(wanted)]
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         grad_log = grads[1] if call.log_det else None
-        g_x, result = call.pull(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
+        g_x, result = call.backward(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
         if (
             result.overflowed
         ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not

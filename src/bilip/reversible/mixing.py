@@ -13,7 +13,7 @@ from torch import Tensor
 from bilip._torch import capturing
 from bilip.blocks import ActNorm, InvertibleConv1x1
 from bilip.blocks.conv1x1 import Stack, invert, log_abs_det
-from bilip.reversible.units import Grads, Pulled, Ran, Unit
+from bilip.reversible.units import Grads, Ran, Recovered, Unit
 
 __all__ = ["Matrices", "MatrixWindows", "Mixing"]
 
@@ -96,7 +96,7 @@ class Mixing(Unit):
                 g_x = mix(matrices.matrix.mT, grad)
                 g_matrix, g_bias = _outer(grad, u), g_x
             grads = self._parameters(g_matrix, g_bias, grad_log, math.prod(x.shape[2:]), matrices.inverse_weight)
-            return Pulled(x, g_x, grads)
+            return Recovered(x, g_x, grads)
 
     def _parameters(
         self, g_matrix: Tensor, g_bias: Tensor, grad_log: Tensor | None, pixels: int, inverse_weight: Tensor | None

@@ -1,4 +1,5 @@
-r"""The steps of a memory-saving walk: each recovers its input from its output and pulls a gradient back through itself.
+r"""The steps of a memory-saving walk: each recovers its input from its output, and finds the gradients of its input and its
+parameters from that of its output.
 
 A unit knows two directions. In the one it is called, `run` gives the output; `back` takes output and gradient and gives input and
 gradient.
@@ -21,14 +22,14 @@ from bilip.errors import DriftError
 from bilip.nets.replay import hooks_wait
 from bilip.reversible.fingerprint import Fingerprint, Print
 
-__all__ = ["Generic", "Grads", "Kept", "Pulled", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "pull"]
+__all__ = ["Generic", "Grads", "Kept", "Recovered", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "vjp"]
 
 Grads = dict[Tensor, Tensor]
 
 
 @dataclass
-class Pulled:
-    """What `back` gives.
+class Recovered:
+    """What `back` returns: the input of a unit and gradients, from its output and the gradient of that.
 
     Attributes:
         x: The input of the unit, recovered, or the known one.
@@ -46,7 +47,7 @@ class Pulled:
 
 
 class Ran(NamedTuple):
-    """What `run` gives.
+    """What `run` returns: the output of a unit, and what came along.
 
     Attributes:
         y: The output.
@@ -128,7 +129,7 @@ class Unit(ABC):
         mark: Print | None = None,
         matrices: Any = None,
         outside: Sequence[Tensor] = (),
-    ) -> Pulled:
+    ) -> Recovered:
         """Input and gradient from output and gradient; `known` is the input where it was kept, `outside` are tensors that the block uses
         without owning them.
         """
@@ -163,7 +164,7 @@ class Generic(Unit):
             if log_det is not None and grad_log is not None and log_det.requires_grad:
                 outputs.append(log_det)
                 grads.append(grad_log)
-            return pull(x, outputs, grads, point, self, given, outside)
+            return vjp(x, outputs, grads, point, self, given, outside)
 
 
 class Rearranging(Unit):
@@ -172,7 +173,7 @@ class Rearranging(Unit):
     rearranges = True
 
     def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
-        return Pulled(self.undo(y, context) if known is None else known, self.undo(grad, context))
+        return Recovered(self.undo(y, context) if known is None else known, self.undo(grad, context))
 
 
 class Kept(Unit):
@@ -215,10 +216,10 @@ class Kept(Unit):
         kept = None if known is None else self._split(known, self.entered)[0]
         inner = self.inner.back(y, context, grad, grad_log, kept, matrices=matrices, outside=outside)
         x = torch.cat((inner.x.flatten(1), rest), 1) if known is None else known
-        return Pulled(x, torch.cat((inner.grad.flatten(1), g_rest), 1), inner.parameters, inner.context)
+        return Recovered(x, torch.cat((inner.grad.flatten(1), g_rest), 1), inner.parameters, inner.context)
 
 
-def pull(
+def vjp(
     x: Tensor,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -226,8 +227,8 @@ def pull(
     unit: Unit,
     context: Tensor | None,
     outside: Sequence[Tensor],
-) -> Pulled:
-    """Gradients of outputs, pulled back to a point, to the parameters of a block, to tensors from outside and to the context.
+) -> Recovered:
+    """Gradients of outputs with respect to a point, the parameters of a block, tensors from outside and the context.
 
     Raises:
         DriftError: The outputs depend on another tensor, whose gradient would be lost.
@@ -238,7 +239,7 @@ def pull(
         inputs.append(context)
     live = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
     if not live:
-        return Pulled(x, torch.zeros_like(point))
+        return Recovered(x, torch.zeros_like(point))
     unknown = leaves_of([o for o, _ in live], inputs)
     if unknown:
         raise DriftError(
@@ -254,7 +255,7 @@ def pull(
     own = [*parameters, *outside]
     named = {p: g for p, g in zip(own, found[1:], strict=False) if g is not None}
     given = found[-1] if len(inputs) > 1 + len(own) else None
-    return Pulled(x, grad, named, given)
+    return Recovered(x, grad, named, given)
 
 
 def leaves_of(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:

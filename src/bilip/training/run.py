@@ -423,7 +423,7 @@ class Run:
 
     def _start_actnorms(self, objective: Objective) -> None:
         """ActNorms start from the first batch, the rows of all processes together."""
-        if all(part._ready for part in objective.modules() if isinstance(part, ActNorm)):
+        if all(part.ready for part in objective.modules() if isinstance(part, ActNorm)):
             return
         torch.manual_seed(seed_of(self.settings.seed, 0, "start"))
         states = [penalty.state() for penalty in self.task.penalties]

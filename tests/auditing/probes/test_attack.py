@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from bilip import Bijection
 from bilip.auditing.probes.attack import Attack
-from bilip.auditing.probes.attack_methods import METHODS
+from bilip.auditing.probes.attack_methods import METHODS, Route
 from bilip.auditing.probes.region import PAPER_STEP, Region
-from bilip.auditing.probes.route import Route
 from bilip.auditing.round_trip import distances, typical_norm
 from bilip.blocks import AffineCoupling
 from bilip.data import as_source

@@ -176,7 +176,7 @@ def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):
         for _ in range(4):
             z = subject.forward(x).value
             subject.inverse(z)
-            subject.twin(torch.float64).forward(x.double())
+            subject.copy_in(torch.float64).forward(x.double())
         assert len(graphs) == 3
         assert all(often.replays == 2 for often in graphs)
         kinds = len(graphs)
@@ -189,5 +189,4 @@ def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):
     back = subject.inverse(subject.forward(x).value).value
     assert float((back - x).abs().max()) < 1e-4
     assert len(graphs) == kinds + 1
-    assert subject._recorded is None
-    assert subject.twin(torch.float64)._recorded is None
+    assert subject._session.recorded is None

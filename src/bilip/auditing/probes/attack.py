@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilip._torch import half_digits
 from bilip.auditing.budget import Budget
-from bilip.auditing.probes.attack_methods import METHODS, Hunt
-from bilip.auditing.probes.attack_result import AttackResult, AttackRun
+from bilip.auditing.probes.attack_methods import METHODS, Route, Search
 from bilip.auditing.probes.pictures import is_image, picture
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.probes.region import Region
-from bilip.auditing.probes.route import Route
 from bilip.auditing.round_trip import Typical, typical, typical_norm
 from bilip.auditing.subject import Subject
 from bilip.data import Source, as_source
@@ -160,16 +160,22 @@ class Attack(Probe):
     def _run(self, route: Route, region: Region, done: int) -> AttackRun | str:
         """What one method finds, or why it finds nothing. Each begins from the same random state, whoever ran before it."""
         method, generator = self.methods[done], torch.Generator().manual_seed(self.seed)
-        limit = math.sqrt(route.subject.eps) if self.fail_at is None else self.fail_at
+
+        def told(steps: int) -> None:
+            self.progress((done + steps / (self.steps + 1)) / len(self.methods))
+
         with torch.random.fork_rng(devices=route.subject.devices):
-            hunt = Hunt(route, region, self.step or region.step, self.steps, self.every, generator)
-            hunt.progress = lambda: self.progress((done + len(hunt.trajectory) / (self.steps + 1)) / len(self.methods))
+            search = Search(route, region, self.step or region.step, self.steps, self.every, generator, told)
             try:
-                METHODS[method](hunt)
-                hunt.settle()
-                return AttackRun.of(method, hunt, limit)
+                METHODS[method](search)
+                search.settle()
+                return AttackRun.of(method, search, self._limit(route.subject))
             except NotMeasured as why:
                 return f"{method} not measured: {why}"
+
+    def _limit(self, subject: Subject) -> float:
+        """The relative error that counts as success."""
+        return half_digits(subject.dtype) if self.fail_at is None else self.fail_at
 
     def _piece(self, subject: Subject, source: Source, piece: int) -> AttackRun | str:
         found = self._run(*self._set_out(subject, source), piece)
@@ -206,7 +212,7 @@ class Attack(Probe):
 
     def _measured(self, subject: Subject, source: Source, result: AttackResult) -> Measurement:
         region, best = result.region, result.strongest
-        notes, limit = list(result.notes), math.sqrt(subject.eps) if self.fail_at is None else self.fail_at
+        notes, limit = list(result.notes), self._limit(subject)
         lost = int((result.start_errors > limit).sum())
         if lost:
             notes.append(f"{lost} of {len(result.success)} samples fail at their start already, without any attack")
@@ -272,3 +278,101 @@ def _pictures(result: AttackResult, source: Source) -> tuple[Picture, ...]:
         picture(image[worst], seen.low, seen.high, title, f"{title}, sample {worst}, relative error {error:.2g}", group)
         for title, image in shown
     )
+
+
+@dataclass(frozen=True)
+class AttackRun:
+    """What one method found.
+
+    Attributes:
+        method: Its name.
+        points: The worst point of each sample, in the model's dtype.
+        back: Their reconstructions.
+        l2: Euclidean errors of the plain round trip, float64; infinite where something is not finite or the model raised.
+        errors: Relative errors.
+        success: Whether the relative error is above the limit.
+        trajectory: Euclidean errors along the steps, shape `(steps + 1, batch)`, the start first.
+        random_steps: Moves at random for want of a gradient, summed over samples.
+        start_errors: Relative errors where the search began.
+    """
+
+    method: str
+    points: Tensor
+    back: Tensor
+    l2: Tensor
+    errors: Tensor
+    success: Tensor
+    trajectory: Tensor
+    random_steps: int
+    start_errors: Tensor
+
+    @classmethod
+    def of(cls, method: str, search: Search, limit: float) -> AttackRun:
+        """The outcome of a search; success is a relative error above the limit."""
+        found, trajectory = search.found, torch.stack(search.trajectory).cpu()
+        success = found.relative > limit
+        return cls(
+            method,
+            search.points,
+            found.back,
+            found.l2,
+            found.relative,
+            success,
+            trajectory,
+            search.random_steps,
+            search.start_errors,
+        )
+
+    def cpu(self) -> AttackRun:
+        """The same with all tensors on the CPU."""
+        return replace(self, **{name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What all methods found together: for each sample the worst point of any.
+
+    Attributes:
+        points: The points, in the model's dtype.
+        back: Their reconstructions.
+        errors: Relative errors of the plain round trip, float64.
+        success: Whether they are above the limit.
+        runs: Each method by itself.
+        notes: Methods that could not run, and why.
+        region: Where the points lie.
+    """
+
+    points: Tensor
+    back: Tensor
+    errors: Tensor
+    success: Tensor
+    runs: Mapping[str, AttackRun]
+    notes: tuple[str, ...]
+    region: Region
+
+    @classmethod
+    def together(cls, runs: Mapping[str, AttackRun], notes: tuple[str, ...], region: Region) -> AttackResult:
+        """Take for each sample the worst point of any method."""
+        everyone = list(runs.values())
+        best = torch.stack([run.errors for run in everyone]).argmax(0)
+        rows = torch.arange(len(best), device=best.device)
+
+        def pick(name: str) -> Tensor:
+            return torch.stack([getattr(run, name) for run in everyone])[best, rows]
+
+        return cls(pick("points"), pick("back"), pick("errors"), pick("success"), runs, notes, region)
+
+    @property
+    def trajectory(self) -> Tensor:
+        """Euclidean errors along the steps of the strongest method, shape `(steps + 1, batch)`."""
+        return self.strongest.trajectory
+
+    @property
+    def start_errors(self) -> Tensor:
+        """Relative errors where the search began, before any attack."""
+        return self.strongest.start_errors
+
+    @property
+    def strongest(self) -> AttackRun:
+        """The method with most successes, among equals the one with the largest error."""
+        return max(self.runs.values(), key=lambda run: (int(run.success.sum()), float(run.errors.max())))

@@ -1,29 +1,151 @@
-"""How an attack moves: signed gradients of two objectives, a search without gradients, and singular directions."""
+"""How an attack moves, on the round trip that it tries to break.
+
+Signed gradients of two objectives, a search without gradients, and singular directions.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bilip._torch import Replayed
 from bilip.auditing.probes.region import Region
-from bilip.auditing.probes.route import Judgement, Route
-from bilip.auditing.round_trip import norms
+from bilip.auditing.round_trip import Typical, distances, norms
+from bilip.auditing.subject import Subject
 from bilip.errors import NotMeasured, said_by
 from bilip.linalg.lanczos import largest_singular_value
 from bilip.linalg.linearized import Linearized
 
-__all__ = ["METHODS", "Hunt", "Method"]
+__all__ = ["Search", "RoundTrips", "METHODS", "Method", "Route"]
 
 _LANCZOS_STEPS = 12
 _SHARES = (1.0, 0.5, 0.125, 0.0)  # of the entries that the search without gradients moves; 0 stands for a single entry
 
 
+@dataclass(frozen=True)
+class RoundTrips:
+    """Plain round trips of a batch in the model's own dtype.
+
+    Attributes:
+        back: What came back.
+        l2: Euclidean errors, float64; infinite where something is not finite or the model raised.
+        relative: The relative error of `bilip.auditing.round_trip`.
+    """
+
+    back: Tensor
+    l2: Tensor
+    relative: Tensor
+
+
+class Route:
+    r"""Out and back: $x \to z \to x$, or $z \to x \to z$ for an attack on latents.
+
+    Args:
+        subject: The model.
+        context: Contexts of the samples.
+        latent: Begin at the latents.
+        typical: What errors are measured by; by default the median norm of each batch that is judged.
+
+    Example:
+        >>> from bilip.models import real_nvp
+        >>> route = Route(Subject.of(real_nvp(2, coupling="additive")))
+        >>> bool((route.judge(torch.randn(3, 2)).relative < 1e-5).all())
+        True
+    """
+
+    def __init__(
+        self, subject: Subject, context: Tensor | None = None, *, latent: bool = False, typical: Typical | None = None
+    ) -> None:
+        self.subject, self.context, self.latent, self.typical = subject, context, latent, typical
+        self._recorded: list[Replayed] = []
+        self._trip = self.often(self._bare, self._guarded)
+
+    def often(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, which goes through the model, as one that is called many times: see `Replayed`.
+
+        Only for models that are `recordable`, and without autocast, which keeps copies of weights.
+        """
+        plain = plain or function
+        if not self.subject.recordable:
+            return plain
+        recorded = Replayed(function, plain)
+        self._recorded.append(recorded)
+
+        def call(*inputs: Tensor) -> Any:
+            return (plain if torch.is_autocast_enabled(inputs[0].device.type) else recorded)(*inputs)
+
+        return call
+
+    @property
+    def replays(self) -> int:
+        """How many calls were replays."""
+        return sum(recorded.replays for recorded in self._recorded)
+
+    @torch.no_grad()
+    def _bare(self, x: Tensor) -> Tensor:
+        with self.subject.arithmetic():
+            return self.back(self.out(x.clone()).clone())
+
+    def _guarded(self, x: Tensor) -> Tensor:
+        first, second = self.subject.forward, self.subject.inverse
+        if self.latent:
+            first, second = second, first
+        return second(first(x, self.context).value, self.context).value
+
+    def judge(self, x: Tensor, *, plain: bool = False) -> RoundTrips:
+        """The errors of the plain round trip, by guarded calls; no objective has a say in it.
+
+        Args:
+            x: The points.
+            plain: Call the model, also where a recording could stand in for it.
+        """
+        self.subject.tick()
+        back = self._guarded(x) if plain else self._trip(x)
+        if back.shape != x.shape:  # every sample failed, and nothing is known about the shape of what should come back
+            back = torch.full_like(x, torch.nan)
+        found = distances(x, back, self.typical)
+        bad = ~torch.isfinite(found.l2)
+        infinite = torch.full_like(found.l2, torch.inf)
+        return RoundTrips(back, torch.where(bad, infinite, found.l2), torch.where(bad, infinite, found.relative))
+
+    def out(self, x: Tensor) -> Tensor:
+        """The way out, unguarded, with gradients."""
+        bijection = self.subject.bijection
+        return bijection.inverse(x, self.context) if self.latent else bijection(x, self.context)
+
+    def back(self, z: Tensor) -> Tensor:
+        """The way back, unguarded, with gradients."""
+        bijection = self.subject.bijection
+        return bijection(z, self.context) if self.latent else bijection.inverse(z, self.context)
+
+    def copy_in(self, dtype: torch.dtype) -> Route:
+        """The same route through a copy of the model in another dtype."""
+        context = self.context
+        if context is not None and context.is_floating_point():
+            context = context.to(dtype)
+        return Route(self.subject.copy_in(dtype), context, latent=self.latent, typical=self.typical)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within this context no gradient is computed for parameters."""
+        wanted = [p for p in self.subject.bijection.parameters() if p.requires_grad]
+        try:
+            for p in wanted:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in wanted:
+                p.requires_grad_(True)
+
+
 @dataclass
-class Hunt:
+class Search:
     """One search of one batch: judges every point it visits and keeps the worst of each sample.
 
     Attributes:
@@ -33,7 +155,7 @@ class Hunt:
         steps: Number of steps.
         every: Steps between new perturbations.
         generator: Randomness.
-        progress: Called after each step.
+        progress: Called after each step with the length of the trajectory.
         random_steps: How often a sample was moved at random for want of a gradient.
     """
 
@@ -43,7 +165,7 @@ class Hunt:
     steps: int
     every: int
     generator: torch.Generator
-    progress: Callable[[], None] = lambda: None
+    progress: Callable[[int], None] = lambda steps: None
     random_steps: int = 0
     trajectory: list[Tensor] = field(default_factory=list)
 
@@ -58,7 +180,7 @@ class Hunt:
         """The samples whose reconstruction is not finite: nothing worse can be found."""
         return torch.isinf(self.found.l2)
 
-    def visit(self, x: Tensor) -> Judgement:
+    def visit(self, x: Tensor) -> RoundTrips:
         """Judge a point for each sample; samples that ended stay where they are."""
         ended = self.ended
         x = torch.where(_wide(ended, x), self.points, self.region.clamp(x))
@@ -66,12 +188,12 @@ class Hunt:
         worse = (seen.relative > self.found.relative) & ~ended
         wide = _wide(worse, x)
         self.points = torch.where(wide, x, self.points)
-        self.found = Judgement(
+        self.found = RoundTrips(
             torch.where(wide, seen.back, self.found.back),
             torch.where(worse, seen.l2, self.found.l2),
             torch.where(worse, seen.relative, self.found.relative),
         )
-        return Judgement(
+        return RoundTrips(
             seen.back, torch.where(ended, torch.inf, seen.l2), torch.where(ended, torch.inf, seen.relative)
         )
 
@@ -83,22 +205,22 @@ class Hunt:
     def log(self, errors: Tensor) -> None:
         """Add the errors of one step to the trajectory."""
         self.trajectory.append(errors)
-        self.progress()
+        self.progress(len(self.trajectory))
 
     def signs(self) -> Tensor:
         """Random signs."""
         return (torch.rand(self.points.shape, generator=self.generator) < 0.5).to(self.points) * 2 - 1
 
 
-Method = Callable[[Hunt], None]
+Method = Callable[[Search], None]
 
 
-def ascend(hunt: Hunt, gradient: Callable[[Tensor, int], Tensor]) -> None:
+def ascend(search: Search, gradient: Callable[[Tensor, int], Tensor]) -> None:
     """Projected signed-gradient ascent; where a sample has no gradient (zero or not finite) its signs are random."""
-    x = hunt.region.start
-    with hunt.route.frozen():
-        for k in range(hunt.steps):
-            if bool(hunt.ended.all()):
+    x = search.region.start
+    with search.route.frozen():
+        for k in range(search.steps):
+            if bool(search.ended.all()):
                 return
             try:
                 g = gradient(x, k)
@@ -108,46 +230,46 @@ def ascend(hunt: Hunt, gradient: Callable[[Tensor, int], Tensor]) -> None:
                 g = torch.full_like(x, torch.nan)
             flat = g.flatten(1)
             lost = ~torch.isfinite(flat).all(1) | (flat == 0).all(1)
-            hunt.random_steps += int((lost & ~hunt.ended).sum())
-            x = hunt.region.clamp(x + hunt.step * torch.where(_wide(lost, x), hunt.signs(), g.sign().to(x.dtype)))
-            hunt.log(hunt.visit(x).l2)
+            search.random_steps += int((lost & ~search.ended).sum())
+            x = search.region.clamp(x + search.step * torch.where(_wide(lost, x), search.signs(), g.sign().to(x.dtype)))
+            search.log(search.visit(x).l2)
 
 
-def roundtrip(hunt: Hunt) -> None:
+def roundtrip(search: Search) -> None:
     """Ascend |x - F^-1(F(x))|: the paper's objective. Its exact gradient is zero; it follows rounding noise."""
 
     def pulled(x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            back = _differentiable(hunt.route.back(hunt.route.out(x)))
+            back = _differentiable(search.route.back(search.route.out(x)))
             return torch.autograd.grad((back - x).double().flatten(1).norm(dim=1).sum(), x)[0]
 
-    often = hunt.route.often(pulled)
-    ascend(hunt, lambda x, _: often(x))
+    often = search.route.often(pulled)
+    ascend(search, lambda x, _: often(x))
 
 
-def gain(hunt: Hunt) -> None:
+def gain(search: Search) -> None:
     r"""Ascend $|x - F^{-1}(F(x) + \delta)| / |\delta|$, a property of the exact map, in float64 where the model can be copied.
 
     $\delta$ is drawn anew every `every` steps. In between, its own gradient is $J^\top (F^{-1}(F(x) + \delta) - x)$ up to scale, so that
     taking it as the next $\delta$ is a step of power iteration towards the direction that the inverse stretches most, for nothing.
     """
-    eps = torch.finfo(hunt.region.start.dtype).eps
+    eps = torch.finfo(search.region.start.dtype).eps
     try:
-        route, size = hunt.route.twin(torch.float64), max(eps, math.sqrt(torch.finfo(torch.float64).eps))
+        route, size = search.route.copy_in(torch.float64), max(eps, math.sqrt(torch.finfo(torch.float64).eps))
     except NotMeasured:
-        route, size = hunt.route, math.sqrt(eps)
+        route, size = search.route, math.sqrt(eps)
     direction: Tensor | None = None
     latent: Tensor | None = None  # what latents are like
-    shrink = torch.ones(len(hunt.points), dtype=torch.float64, device=hunt.points.device)
+    shrink = torch.ones(len(search.points), dtype=torch.float64, device=search.points.device)
 
     def drawn(z: Tensor) -> Tensor:
-        return torch.randn(z.shape, generator=hunt.generator, dtype=torch.float64).to(z)
+        return torch.randn(z.shape, generator=search.generator, dtype=torch.float64).to(z)
 
     def pulled(x: Tensor, shrink: Tensor, towards: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The gradients at the point and at the perturbation."""
         with torch.enable_grad():
-            point = (x.double() if route is not hunt.route else x).detach().requires_grad_()
+            point = (x.double() if route is not search.route else x).detach().requires_grad_()
             z = route.out(point)
             along = towards(z)
             length = (size * shrink * (1 + norms(z)) / norms(along)).to(z)
@@ -171,7 +293,7 @@ def gain(hunt: Hunt) -> None:
             to_point, to_delta = pulled(x, shrink, first)
         else:
             fresh = drawn(latent)
-            along = fresh if k % hunt.every == 0 or direction is None else direction
+            along = fresh if k % search.every == 0 or direction is None else direction
             to_point, to_delta = often(x, shrink, along)
         usable = torch.isfinite(norms(to_delta)) & (norms(to_delta) > 0)
         direction = torch.where(_wide(usable, to_delta), to_delta, fresh).detach()
@@ -179,60 +301,64 @@ def gain(hunt: Hunt) -> None:
         shrink = torch.where(usable, shrink, (shrink / 10).clamp_min(1e-6))
         return to_point
 
-    ascend(hunt, gradient)
+    ascend(search, gradient)
 
 
-def random(hunt: Hunt) -> None:
+def random(search: Search) -> None:
     """Accept what makes the error larger: some entries of the worst point so far are moved to an end or into the box."""
-    for k in range(hunt.steps):
-        if bool(hunt.ended.all()):
+    for k in range(search.steps):
+        if bool(search.ended.all()):
             return
         share = _SHARES[k % len(_SHARES)]
-        coins = torch.rand(hunt.points.flatten(1).shape, generator=hunt.generator)
+        coins = torch.rand(search.points.flatten(1).shape, generator=search.generator)
         least = coins.amin(1, keepdim=True)
-        chosen = (coins <= torch.maximum(least, torch.tensor(share))).to(hunt.points.device).view(hunt.points.shape)
-        target = hunt.region.corner(hunt.generator) if (k // len(_SHARES)) % 2 else hunt.region.inside(hunt.generator)
-        hunt.visit(torch.where(chosen, target, hunt.points))
-        hunt.log(hunt.found.l2)
+        chosen = (coins <= torch.maximum(least, torch.tensor(share))).to(search.points.device).view(search.points.shape)
+        target = (
+            search.region.corner(search.generator)
+            if (k // len(_SHARES)) % 2
+            else search.region.inside(search.generator)
+        )
+        search.visit(torch.where(chosen, target, search.points))
+        search.log(search.found.l2)
 
 
-def singular(hunt: Hunt) -> None:
+def singular(search: Search) -> None:
     """Move along the direction that the way out contracts most, both ways, and linearise again at the worst point."""
     tries = [sign * share for share in (1.0, 0.5, 0.25, 0.125) for sign in (1, -1)]
     checked: Linearized | None = None
-    for k in range(max(1, min(8, hunt.steps // len(tries)))):
-        if bool(hunt.ended.all()):
+    for k in range(max(1, min(8, search.steps // len(tries)))):
+        if bool(search.ended.all()):
             return
-        start = hunt.points
+        start = search.points
         try:
-            direction, checked = _contracted(hunt, ~hunt.ended, checked)
+            direction, checked = _contracted(search, ~search.ended, checked)
         except (NotMeasured, RuntimeError):
             if k == 0:
                 raise
             return  # the point found has no linearisation; the ones before it are kept
         for t in tries:
-            hunt.visit(start + t * hunt.region.radius * direction)
-            hunt.log(hunt.found.l2)
+            search.visit(start + t * search.region.radius * direction)
+            search.log(search.found.l2)
 
 
-def _contracted(hunt: Hunt, rows: Tensor, checked: Linearized | None) -> tuple[Tensor, Linearized]:
+def _contracted(search: Search, rows: Tensor, checked: Linearized | None) -> tuple[Tensor, Linearized]:
     """The direction of each sample that the way out contracts most, largest entry 1; zero for other samples.
 
     How each block is solved is checked where the model is linearised first; that linearisation comes back too.
     """
-    context, route = hunt.route.context, hunt.route
+    context, route = search.route.context, search.route
     context = None if context is None else context[rows]
-    points = hunt.points[rows]
+    points = search.points[rows]
     if route.latent:
         at = route.subject.linearized(route.subject.inverse(points, context).value, context, like=checked)
         apply, adjoint = at.apply, at.adjoint
     else:
         at = route.subject.linearized(points, context, like=checked)
         apply, adjoint = at.solve, at.solve_adjoint
-    start = torch.randn(at.count, at.size, generator=hunt.generator, dtype=torch.float64).to(points.device)
+    start = torch.randn(at.count, at.size, generator=search.generator, dtype=torch.float64).to(points.device)
     found = apply(largest_singular_value(apply, adjoint, start, steps=_LANCZOS_STEPS).right)
     found = (found / found.abs().amax(1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
-    direction = torch.zeros_like(hunt.points)
+    direction = torch.zeros_like(search.points)
     direction[rows] = found.view(points.shape).to(points.dtype)
     return direction, checked or at
 

@@ -1,12 +1,14 @@
-"""Buffers that move on with every call, as those of torch's spectral norm, are replayed as they were."""
+"""What a call has drawn, kept or moved on (random numbers, modes, buffers as those of spectral norm) is the same in its backward pass."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from torch import nn
 
-from bilip import Chain, blocks
+from bilip import Chain, blocks, models, nets
+from bilip.errors import DriftError
 from bilip.reversible import Reversible, angle
 
 
@@ -110,3 +112,71 @@ def test_statistics_of_instance_norms_advance_once(memory):
         a, b = ([p.grad for p in model.parameters()] for model in (saving, stored))
         assert angle(a, b) < 1e-8
         assert all(torch.allclose(u, v) for u, v in zip(saving.buffers(), stored.buffers(), strict=True))
+
+
+def gradients(model, wrapped, x, *, seed=7, between=lambda: None, log_det=False):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    z, log = wrapped.forward_and_log_det(x)
+    between()
+    (log.sum() if log_det else z.square().sum() - log.sum()).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def stacked(net, depth=4):
+    parts = [p for _ in range(depth) for p in (blocks.AffineCoupling(net()), blocks.Permutation.reverse(4))]
+    return Chain(*parts, shape=(4,))
+
+
+def residual(log_det):
+    net = nets.MLP(4, 4, activation="elu", lipschitz=0.8)
+    return Chain(*(blocks.Residual(net, log_det=log_det) for _ in range(2)), shape=(4,)).double()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("log_det", [blocks.Series(), blocks.Roulette()], ids=["series", "roulette"])
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+def test_estimated_log_dets_are_drawn_once(log_det, memory):
+    model, x = residual(log_det).train(), torch.randn(8, 4, dtype=torch.float64)
+    stored = gradients(model, model, x, log_det=True)
+    assert angle(stored, gradients(model, Reversible(model, memory=memory), x, log_det=True)) < 1e-6
+
+
+class Undeclared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 16), nn.Linear(16, 4)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.b(functional.dropout(torch.relu(self.a(x)), 0.5))
+
+
+@pytest.mark.numeric
+def test_undeclared_dropout_is_noticed():
+    model, x = stacked(Undeclared).double(), torch.randn(32, 4, dtype=torch.float64)
+    assert angle(gradients(model, model, x), gradients(model, Reversible(model), x)) < 1e-6
+
+
+@pytest.mark.numeric
+def test_the_mode_of_the_call_counts():
+    def net():
+        made = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+        nn.init.zeros_(made[-1].weight)
+        return made
+
+    model, x = stacked(net).double(), torch.randn(32, 4, dtype=torch.float64)
+    stored = gradients(model.train(), model, x, between=model.eval)
+    found = gradients(model.train(), Reversible(model), x, between=model.eval)
+    assert angle(stored, found) < 1e-6
+    assert not model.training
+
+
+@pytest.mark.numeric
+def test_a_frozen_parameter_changed_in_place_is_noticed():
+    model = models.real_nvp(4, blocks=2)
+    frozen = next(model.parameters()).requires_grad_(False)
+    loss = Reversible(model)(torch.randn(3, 4)).sum()
+    frozen.mul_(1.003)
+    with pytest.raises(DriftError, match="changed in place"):
+        loss.backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bilip
-from bilip.auditing.share import Share
+from bilip.auditing.processes import Processes
 from bilip.cli import _processes
 from bilip.cli._ending import Stop
 from bilip.errors import InputError
@@ -150,9 +150,9 @@ def test_several_processes_begin_with_the_longest_tasks_and_divide_them(monkeypa
         return [found[k] for k in range(len(tasks))]
 
     one = bilip.audit(flow, x.astype("float32"), **options)
-    monkeypatch.setattr(Share, "__init__", lambda self, **o: vars(self).update(rank=0, size=2, interrupted=False))
-    monkeypatch.setattr(Share, "gather", lambda self, mine: [mine, mine])
-    monkeypatch.setattr(Share, "all_of", all_of)
+    monkeypatch.setattr(Processes, "__init__", lambda self, **o: vars(self).update(rank=0, size=2, interrupted=False))
+    monkeypatch.setattr(Processes, "gather", lambda self, mine: [mine, mine])
+    monkeypatch.setattr(Processes, "all_of", all_of)
     several = bilip.audit(flow, x.astype("float32"), **options)
     assert begun[:4] == [("attack", 0), ("attack", 1), ("attack", 2), ("gradient_angle", None)]
     names = [name for name, _ in begun]
@@ -196,5 +196,5 @@ def test_one_process_does_all_tasks_in_the_order_asked_for():
         seen.append((task, begun))
         return task.upper()
 
-    assert Share().all_of("abc", [2, 0, 1], do) == ["A", "B", "C"]
+    assert Processes().all_of("abc", [2, 0, 1], do) == ["A", "B", "C"]
     assert seen == [("c", 0), ("a", 1), ("b", 2)]

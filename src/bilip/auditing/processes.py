@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,15 +17,13 @@ from torch import Tensor
 
 from bilip.errors import InputError, said_by
 
-__all__ = ["Share"]
+__all__ = ["Processes"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_rounds = 0  # of this program: every process comes through the same ones
 
-
-class Share:
+class Processes:
     """Which process does what: whoever is free takes the next task, and all of them get all results.
 
     A task gives the same numbers whoever does it, so the results do not depend on who was faster.
@@ -38,12 +37,13 @@ class Share:
         interrupted: Whether Ctrl-C or SIGTERM came while results were exchanged.
 
     Example:
-        >>> Share().all_of([1, 2, 3], [2, 1, 0], lambda task, begun: 10 * task)
+        >>> Processes().all_of([1, 2, 3], [2, 1, 0], lambda task, begun: 10 * task)
         [10, 20, 30]
     """
 
     def __init__(self, *, distributed: bool = False) -> None:
         self.rank, self.size, self.interrupted = 0, 1, False
+        self._name, self._rounds = "", 0
         if not distributed:
             return
         if not (dist.is_available() and dist.is_initialized()):
@@ -68,9 +68,9 @@ class Share:
         if self.size == 1:
             found = {k: do(tasks[k], begun) for begun, k in enumerate(queue)}
             return [found[k] for k in range(len(tasks))]
-        global _rounds
-        _rounds += 1
-        store, key = dist.distributed_c10d._get_default_store(), f"bilip/audit/{_rounds}"
+        self._name = self._name or self.gather(uuid.uuid4().hex)[0]  # that of the first process
+        self._rounds += 1  # every process comes through the same ones
+        store, key = dist.distributed_c10d._get_default_store(), f"bilip/audit/{self._name}/{self._rounds}"
         mine: dict[int, R] = {}
         failure: BaseException | None = None
         try:
