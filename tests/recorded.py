@@ -10,6 +10,7 @@ import contextlib
 import sys
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -168,3 +169,29 @@ def play_graphs_on_the_cpu(monkeypatch):
     monkeypatch.setattr(
         Settings, "captures", lambda self, device, processes: True if self.capture is None else self.capture
     )
+
+
+def watched_captures(monkeypatch, device):
+    """The captured steps of trainings to come, in the order they are made; played on the CPU where there is no GPU."""
+    from bilip.training import run
+    from bilip.training.step import CapturedStep
+
+    seen = []
+
+    class Seen(CapturedStep):
+        def __init__(self, *args):
+            super().__init__(*args)
+            seen.append(self)
+
+    monkeypatch.setattr(run, "CapturedStep", Seen)
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+    return seen
+
+
+def write_images(folder, counts, side=32):
+    """Smooth random images with labels, as the files that people have: so many in each, by name."""
+    draw = np.random.default_rng(0)
+    for name, count in counts.items():
+        x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(side // 8, 1).repeat(side // 8, 2)
+        np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)

@@ -206,6 +206,7 @@ def test_private_names_are_touched_by_their_own_class():
     assert set(private_names(ast.parse("self._a; super()._b; x._c; f(x)._d; x.__dict__"))) == {"_c", "_d"}
 
 
+# Filled once, while modules are imported; or weak, so that they keep nothing alive; or one for the whole process by its nature.
 STATE = {
     "PROBES": "filled while modules are imported, by stating a scope",
     "RUNGS": "likewise, by stating a name",

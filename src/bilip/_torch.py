@@ -305,31 +305,36 @@ class Replayed:
         return found
 
     def _record(self, inputs: tuple[Tensor, ...], found: Any) -> None:
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.device_of(inputs[0]), _kept():
-                side = torch.cuda.Stream()
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):  # what libraries allocate at a first call on another stream
-                    self.function(*self._inputs)
-                stream.wait_stream(side)
+        with torch.cuda.device_of(inputs[0]), _kept():
+            stream = torch.cuda.current_stream()
+            try:
+                graph = self._recording(stream)
+                again = self._replay(graph, inputs)
+                if all(_alike(a, b) for a, b in zip(_each(found), _each(again), strict=True)):
+                    self._graph = graph
+                else:
+                    self.failed = "a replay gave other numbers"
+            except BaseException as error:
+                cause = error.__context__ or error  # a graph that was broken off says nothing of the reason
+                self.failed = str(cause) or type(cause).__name__
+                torch.cuda.set_stream(stream)  # such a graph leaves its own
                 torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self._found = self.function(*self._inputs)
-            self._graph = graph
-            again = self._replay(graph, inputs)
-            if not all(_alike(a, b) for a, b in zip(_each(found), _each(again), strict=True)):
-                self.failed = "a replay gave other numbers"
-        except BaseException as error:
-            self.failed = str(error) or type(error).__name__
-            torch.cuda.set_stream(stream)  # a recording that was broken off leaves its own
-            torch.cuda.synchronize()
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            if self.failed:
-                self._graph = self._found = None
+                if not isinstance(cause, Exception):
+                    raise cause from None
+        if self.failed:
+            self._found = None
+
+    def _recording(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):  # what libraries allocate at a first call on another stream
+            self.function(*self._inputs)
+        stream.wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._found = self.function(*self._inputs)
+        return graph
 
     def _replay(self, graph: torch.cuda.CUDAGraph, inputs: tuple[Tensor, ...]) -> Any:
         for static, x in zip(self._inputs, inputs, strict=True):

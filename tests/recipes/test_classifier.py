@@ -14,9 +14,8 @@ from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_li
 from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
-from bilip.training import read_log, read_state, run
-from bilip.training.step import CapturedStep
-from recorded import play_graphs_on_the_cpu
+from bilip.training import read_log, read_state
+from recorded import play_graphs_on_the_cpu, watched_captures
 
 TINY = {
     "side": 8,
@@ -60,19 +59,10 @@ def tiny():
     "part", ["affine-conv1x1-none", "affine-conv1x1-fd", "additive-shuffle-nf", "affine-conv1x1-guarded"]
 )
 def test_captured_steps_end_as_eager_ones(part, tiny, data, device, tmp_path, monkeypatch):
-    found, seen = [], []
-
-    class Seen(CapturedStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            seen.append(self)
-
     eager = (
         RECIPE.run(part, tiny, Work(tmp_path / "eager", 1, device.type, data=data)) if device.type == "cpu" else None
     )
-    monkeypatch.setattr(run, "CapturedStep", Seen)
-    if device.type != "cuda":
-        play_graphs_on_the_cpu(monkeypatch)
+    seen = watched_captures(monkeypatch, device)
     captured = RECIPE.run(part, tiny, Work(tmp_path / "captured", 1, device.type, data=data))
     assert seen[0].replays > 5
     assert not seen[0].failed

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
 from bilip.training import Draw, read_state
+from recorded import write_images
 
 TINY = {
     "side": 8,
@@ -57,9 +57,8 @@ CHANGES = [f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Smooth images where faces are looked for."""
-    folder, draw = tmp_path_factory.mktemp("faces"), np.random.default_rng(0)
-    x = np.clip(draw.normal(128, 40, (40, 8, 8, 3)), 0, 255).repeat(8, 1).repeat(8, 2)
-    np.savez(folder / "celeba64.npz", x=x.astype(np.uint8))
+    folder = tmp_path_factory.mktemp("faces")
+    write_images(folder, {"celeba64": 40}, side=64)
     return folder
 
 

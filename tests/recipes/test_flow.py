@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,9 +20,8 @@ from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
 from bilip.record import read_json, write_json
-from bilip.training import Draw, read_state, run
-from bilip.training.step import CapturedStep
-from recorded import play_graphs_on_the_cpu
+from bilip.training import Draw, read_state
+from recorded import watched_captures, write_images
 
 TINY = {
     "side": 8,
@@ -66,10 +64,8 @@ TINY["residual_blocks"] = (1, 1)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Images of a few sets in the files that people have; two sets are not there."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for name, count in {"cifar10_train": 64, "cifar10_test": 40, "svhn": 20, "textures": 20}.items():
-        x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(4, 1).repeat(4, 2)
-        np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)
+    folder = tmp_path_factory.mktemp("data")
+    write_images(folder, {"cifar10_train": 64, "cifar10_test": 40, "svhn": 20, "textures": 20})
     return folder
 
 
@@ -206,17 +202,8 @@ def test_a_sample_that_misses_its_tolerance_is_lost_and_no_other():
 
 
 def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
-    seen = []
-
-    class Seen(CapturedStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            seen.append(self)
-
     eager = RECIPE.run("affine", tiny, Work(tmp_path / "eager", 1, "cpu", data=data))
-    monkeypatch.setattr(run, "CapturedStep", Seen)
-    if device.type != "cuda":
-        play_graphs_on_the_cpu(monkeypatch)
+    seen = watched_captures(monkeypatch, device)
     captured = RECIPE.run("affine", tiny, Work(tmp_path / "captured", 1, device.type, data=data))
     assert seen[0].replays > 5
     assert not seen[0].failed

@@ -23,9 +23,8 @@ from bilip.recipes.sample_quality import (
     sliced_wasserstein,
 )
 from bilip.record import read_json
-from bilip.training import Draw, read_state, run
-from bilip.training.step import CapturedStep
-from recorded import play_graphs_on_the_cpu
+from bilip.training import Draw, read_state
+from recorded import watched_captures, write_images
 
 TINY = {
     "side": 8,
@@ -58,10 +57,8 @@ TITLES = ["additive, MLE", "additive, GAN", "additive, Flow-GAN", "affine, MLE",
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for name, count in {"cifar10_train": 64, "cifar10_test": 40}.items():
-        x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(4, 1).repeat(4, 2)
-        np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)
+    folder = tmp_path_factory.mktemp("data")
+    write_images(folder, {"cifar10_train": 64, "cifar10_test": 40})
     return folder
 
 
@@ -162,18 +159,9 @@ def test_the_slope_of_the_critic_is_that_of_its_score():
 
 
 def test_captured_steps_end_as_eager_ones(data, tmp_path, device, monkeypatch):
-    seen = []
-
-    class Seen(CapturedStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            seen.append(self)
-
     config = replace(CONFIG, steps=10)
     eager = RECIPE.run("affine-flowgan", config, Work(tmp_path / "eager", 1, "cpu", data=data))
-    monkeypatch.setattr(run, "CapturedStep", Seen)
-    if device.type != "cuda":
-        play_graphs_on_the_cpu(monkeypatch)
+    seen = watched_captures(monkeypatch, device)
     captured = RECIPE.run("affine-flowgan", config, Work(tmp_path / "captured", 1, device.type, data=data))
     assert seen[0].replays > 2
     assert not seen[0].failed

@@ -1,5 +1,7 @@
 """Calls that are recorded and replayed, on CUDA graphs that are played on the CPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -88,14 +90,32 @@ def test_what_cannot_be_recorded_runs_as_it_is(graphs, recorded, why):
     assert why in often.failed
 
 
-def test_an_interruption_while_recording_goes_on(graphs):
-    def stopped(x):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_interruption_while_recording_goes_on(graphs, monkeypatch, hidden):
+    played = torch.cuda.graph
 
+    @contextlib.contextmanager
+    def broken_off(graph):  # as on a GPU: what ends a recording in the middle is said in other words
+        try:
+            with played(graph):
+                yield
+        finally:
+            raise RuntimeError("capture failed")
+
+    def stopped(x):
+        if recording:
+            raise KeyboardInterrupt
+        recording.append(x)  # on a stream of its own, before it is recorded
+        return 2 * x
+
+    recording = []
+    if hidden:
+        monkeypatch.setattr(torch.cuda, "graph", broken_off)
     often = Replayed(stopped, lambda x: 2 * x)
     often(torch.ones(2))
     with pytest.raises(KeyboardInterrupt):
         often(torch.ones(2))
+    assert torch.equal(often(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_an_attack_with_replays_finds_what_one_without_finds(graphs, monkeypatch):
