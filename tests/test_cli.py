@@ -623,3 +623,13 @@ def test_help_and_report_start_without_torch(made, args):
     result = subprocess.run([sys.executable, "-c", code, *args], cwd=made, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+@pytest.mark.process
+def test_a_reader_that_leaves_early_is_no_error():
+    """`bilip reproduce --list | head -1`: what is not read is not missed."""
+    run = f"{sys.executable} -m bilip reproduce --list | head -c 1"
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=120)
+    assert len(done.stdout) == 1
+    assert "bilip:" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """Ready-made networks, and those with published weights."""
 
 import argparse
+import importlib
 import math
 from pathlib import Path
 
@@ -250,3 +251,28 @@ def test_other_things_are_refused():
         models.import_residual_flow(recorded("residual")[0], contraction="proved")
     with pytest.raises(InputError, match="between 0 and 1"):
         models.import_residual_flow(recorded("residual")[0], coefficient=3.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.squeeze.Squeeze",
+        "blocks.flatten.Flatten",
+        "blocks.permutation.Permutation",
+        "blocks.actnorm.ActNorm",
+        "blocks.diagonal_scaling.DiagonalScaling",
+        "blocks.invert.Invert",
+        "blocks.on_kept.OnKept",
+        "blocks.reach.Reach",
+        "nets.mlp.MLP",
+        "nets.conv.ConvNet",
+        "nets.cache.EvalCache",
+        "models.glow.glow",
+        "models.real_nvp.real_nvp",
+        "probes.lanczos.largest_singular_value",
+    ],
+)
+def test_pickles_and_imports_of_0_1_find_their_modules(name):
+    """A model that was pickled whole names the modules of its classes."""
+    module, attribute = f"bilip.{name}".rsplit(".", 1)
+    assert callable(getattr(importlib.import_module(module), attribute))

@@ -42,6 +42,8 @@ def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except BaseException as error:
+            if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+                raise  # rich leaves so where nobody reads on, as after `| head`
             if shown:
                 traceback.print_exception(error)
             end(*last_words(error))

@@ -7,7 +7,7 @@ of their Jacobians.
 
 from bilip._linalg import det, inv, inv_ex, lu, slogdet, solve, solve_ex
 from bilip.linalg.jacobian import jvp, jvp_many, vjp, vjp_many
-from bilip.linalg.lanczos import Extreme, largest_singular_value, mean_log_brackets, mean_log_singular_value
+from bilip.linalg.lanczos import Extreme, largest_singular_value, mean_log_brackets
 from bilip.linalg.linearized import Linearized, LinearPart
 from bilip.linalg.structured import Room, Structured, structured
 
@@ -23,7 +23,6 @@ __all__ = [
     "largest_singular_value",
     "lu",
     "mean_log_brackets",
-    "mean_log_singular_value",
     "vjp",
     "vjp_many",
     "jvp",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilip import _linalg
 
-__all__ = ["Extreme", "largest_singular_value", "mean_log_brackets", "mean_log_singular_value"]
+__all__ = ["Extreme", "largest_singular_value", "mean_log_brackets"]
 
 
 @dataclass(frozen=True)
@@ -83,43 +83,6 @@ def largest_singular_value(
         rights.append(v)
         u = apply(v) - beta[:, None] * u
     return found or Extreme(torch.zeros(batch), torch.full((batch,), torch.inf), v, steps)
-
-
-def mean_log_singular_value(
-    apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], start: Tensor, *, steps: int = 40
-) -> Tensor:
-    r"""Estimates of $\frac{1}{n} \sum \log \sigma_i$, one for each starting direction: stochastic Lanczos quadrature.
-
-    With random directions the mean is an estimate of $\log|\det A| / n$, and its spread says how good it is.
-
-    Example:
-        >>> scales = torch.linspace(0.5, 2.0, 400, dtype=torch.float64)
-        >>> start = torch.randn(16, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        >>> found = mean_log_singular_value(lambda v: scales * v, lambda u: scales * u, start)
-        >>> bool((found.mean() - scales.log().mean()).abs() < 4 * found.std() / 4)
-        True
-    """
-    v = start / start.norm(dim=1, keepdim=True)
-    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
-    u = apply(v)
-    steps = min(steps, v.shape[1])
-    for k in range(steps):
-        u = _orthogonal(u, lefts)
-        alphas.append(u.norm(dim=1))
-        u = u / alphas[-1].clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        lefts.append(u)
-        if k == steps - 1:
-            break
-        w = _orthogonal(adjoint(u) - alphas[-1][:, None] * v, rights)
-        betas.append(w.norm(dim=1))
-        v = w / betas[-1].clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        rights.append(v)
-        u = apply(v) - betas[-1][:, None] * u
-    small = torch.diag_embed(torch.stack(alphas, 1))
-    if betas:
-        small = small + torch.diag_embed(torch.stack(betas, 1), offset=1)
-    _, values, right = torch.linalg.svd(small)
-    return (right[:, :, 0].square() * values.clamp_min(1e-300).log()).sum(1)
 
 
 def mean_log_brackets(

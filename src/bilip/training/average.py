@@ -14,7 +14,8 @@ __all__ = ["Average"]
 class Average:
     r"""$\bar\theta \leftarrow \beta \bar\theta + (1 - \beta)\, \theta$ after each step, from the weights at the start.
 
-    Buffers are not averaged.
+    Buffers are not averaged. (torch's `AveragedModel` copies the whole model, begins with the weights after the first step, and reads a
+    count from the device, which a captured step may not.)
 
     Args:
         model: The model.

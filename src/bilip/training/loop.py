@@ -199,6 +199,8 @@ class Interrupts:
 def alone(folder: Path) -> Iterator[None]:
     """Make a folder, and keep other runs out of it; where a file system has no locks, they are not kept out.
 
+    The folder itself is locked, so that no file is left in it and a process that was killed holds nothing.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "run"):
