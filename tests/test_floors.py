@@ -169,18 +169,8 @@ TORCH = """
 """
 # What a class shares with the few that it works with, and with no others.
 SHARED = {
-    "_caches": "Chain: fused weights; for its own run",
-    "_check_shape": "Chain: for its own run",
-    "_context": "whether the net of a block takes a context; for its solver and its memory-saving gradient",
-    "_solutions": "Residual: where solvers start; for copies of the block",
-    "_cache": "a held layer's weight as it acts; for the functions beside it",
+    "_context": "whether the net of a block takes a context; for its memory-saving gradient",
     "_certificate": "a held layer: what was certified last; for training steps and their states",
-    "_held_to": "likewise, up to which norm",
-    "_hold": "likewise, the function that holds it",
-    "_check": "Linearized: of the chain whose inverse it is",
-    "_road": "likewise",
-    "_structured": "likewise",
-    "_flag": "a guarded walk's flag on the device; for captured steps",
 }
 
 
@@ -224,7 +214,6 @@ STATE = {
     "_BORN": "weak: how classes were made",
     "_METHODS": "weak: likewise",
     "_LISTENING": "who wants to know of captured steps: one stack for the process",
-    "_rounds": "how often the processes of a group have met: one number for the process",
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
