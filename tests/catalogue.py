@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -211,3 +212,10 @@ CATALOGUE = [
 
 IDS = [entry.name for entry in CATALOGUE]
 assert len(set(IDS)) == len(IDS)
+
+
+def squash(block, sigma):
+    """Move the raw scales of an affine coupling so far down that its scale is about sigma: its inverse is lost."""
+    last = [layer for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1]
+    with torch.no_grad():
+        last.bias[len(last.bias) // 2 :] += math.log(sigma) - block.scale.shift

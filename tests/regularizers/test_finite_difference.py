@@ -14,7 +14,7 @@ from bilip.regularizers import FiniteDifference, SkippedSamples
 from bilip.reversible import Guard, Reversible, angle, hold
 from bilip.reversible.call import Call
 from bilip.reversible.guard import Drift
-from squashed import squash
+from catalogue import squash
 
 
 def diagonal(*scales):

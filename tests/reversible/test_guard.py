@@ -17,7 +17,7 @@ from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import REST, Drift, anchors_for
-from squashed import squash
+from catalogue import squash
 
 pytestmark = pytest.mark.numeric
 

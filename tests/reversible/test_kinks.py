@@ -11,7 +11,7 @@ from bilip import Chain, blocks
 from bilip.probes import GradientAngle
 from bilip.reversible import DriftWarning, Guard, Reversible, angle
 from bilip.reversible.kinks import Signs
-from squashed import squash
+from catalogue import squash
 
 
 class AtTheKink(nn.Module):

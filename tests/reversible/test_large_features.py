@@ -9,7 +9,7 @@ from torch import nn
 from bilip import Chain, blocks, models, nets
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle
-from squashed import squash
+from catalogue import squash
 
 WITHIN = 1e-3  # radians
 

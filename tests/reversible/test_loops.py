@@ -9,9 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bilip import models
 from bilip.reversible import Reversible, angle
-from catalogue import wake
+from catalogue import squash, wake
 from recorded import play_graphs_on_the_cpu
-from squashed import squash
 
 
 def make():

@@ -26,7 +26,7 @@ from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty  # noqa
 from bilip.reversible import DriftWarning, Reversible  # noqa: E402
 from bilip.training.callback import StabilityCallback  # noqa: E402
 from bilip.training.monitor import StabilityMonitor  # noqa: E402
-from squashed import squash  # noqa: E402
+from catalogue import squash  # noqa: E402
 
 # Lightning's remarks on workers, checkpoint folders and pytrees are not about us.
 pytestmark = pytest.mark.filterwarnings("ignore:(?!the guard)")

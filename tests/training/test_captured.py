@@ -19,8 +19,8 @@ from bilip.recipes.recipe import Work
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood
 from bilip.training import Settings, Task, read_log, read_state, run, train
 from bilip.training.step import WARMUP, CapturedStep
+from catalogue import squash
 from recorded import play_graphs_on_the_cpu
-from squashed import squash
 from training.runs import silent
 
 STEPS, SEED, BATCH = 40, 1, 48
