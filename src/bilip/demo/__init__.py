@@ -8,7 +8,7 @@ each folder says how, and what was measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from bilip.errors import InputError
 if TYPE_CHECKING:
     from bilip.blocks import Flow
     from bilip.cures import Cure
-    from bilip.record import AuditRecord
+    from bilip.record import AuditRecord, Measurement
 
 __all__ = ["NAMES", "Demo", "how_trained", "load_demo_flow", "run_demo"]
 
@@ -71,7 +71,7 @@ class Demo:
     """What `run_demo` found.
 
     Attributes:
-        records: The audits of the three flows by title, and of the cured one where the cure holds.
+        records: The audits of the three flows by title, and after the first that of the cured one, where the cure holds.
         cure: What was tried on the flow that does not give all of its inputs back.
     """
 
@@ -104,8 +104,20 @@ def run_demo(budget: str = "quick", progress: Callable[[str, float], None] | Non
     result = _cure(budget, follow(len(NAMES), "cure"))
     if result.cured and result.after is not None:
         about = {"name": CURED, "description": f"The first flow, cured: {result.done}."}
-        records[CURED] = replace(result.after, model={**result.after.model, **about})
+        seen = (*result.after.measurements, *_map_of(result.model, budget))
+        cured = replace(result.after, measurements=seen, model={**result.after.model, **about})
+        first, *others = records.items()
+        records = dict([first, (CURED, cured), *others])
     return Demo(records, result)
+
+
+def _map_of(model: Any, budget: str) -> Sequence[Measurement]:
+    """The map of errors, which a cure does not need and the page shows."""
+    import bilip
+    from bilip.data import checkerboard
+
+    data = {"checkerboard": checkerboard(2000, seed=1)}
+    return bilip.audit(model, data, ood=["uniform:2"], probes=["map"], budget=budget).measurements
 
 
 def _audit(name: str, budget: str, progress: Callable[[str, float], None]) -> AuditRecord:
