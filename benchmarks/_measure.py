@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bilip.record import environment
 
-__all__ = ["Meter", "about", "capture", "in_turns", "release", "training_step", "wait", "write"]
+__all__ = ["Meter", "about", "capture", "command_line", "in_turns", "release", "training_step", "wait", "write"]
 
 Step = Callable[[], object]
 
@@ -140,3 +141,14 @@ def write(path: Path | None, document: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def command_line(*hidden: str) -> str:
+    """The command that runs, without options that say where files lie on this machine: `--out`, and those given."""
+    words, kept = iter(sys.argv), []
+    for word in words:
+        if word.split("=")[0] not in ("--out", *hidden):
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return " ".join(["python", *kept])

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from _measure import command_line
 from bilip.record import environment
 
 MODEL = """
@@ -98,7 +99,7 @@ def main() -> None:
     ]
     document = {
         "question": "does an audit on several processes give the record of one, in a part of the time?",
-        "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
+        "command": command_line(),
         "environment": environment(),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],

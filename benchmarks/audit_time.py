@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 import bilip
+from _measure import command_line
 from bilip.record import environment
 from flow_zoo.flows import FLOWS, Spec, bilip_flow, nflows_coupling, nflows_maf, train, zuko
 
@@ -226,7 +226,7 @@ def main() -> None:
         about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     document: dict[str, Any] = {
         "question": "how long does an audit take, with one data source and two of noise?",
-        "command": "python " + " ".join(sys.argv),
+        "command": command_line("--images"),
         "environment": about,
         "steps": args.steps,
         "cases": [],

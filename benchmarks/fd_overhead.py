@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from _measure import in_turns, training_step, write
+from _measure import command_line, in_turns, training_step, write
 from bilip.record import environment
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Reversible
@@ -68,7 +67,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     document = {
         "question": "cost of the finite-difference penalty",
-        "command": "python " + " ".join(word for word in sys.argv if word != "--out" and word != str(args.out)),
+        "command": command_line(),
         "environment": environment() | {"torch": torch.__version__, "device": device},
         "seed": args.seed,
         "milliseconds": middle,

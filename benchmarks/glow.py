@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import bilip
-from _measure import Meter, about, in_turns, release, training_step, write
+from _measure import Meter, about, command_line, in_turns, release, training_step, write
 
 SHAPE, LEVELS = (3, 32, 32), 3
 Loss = Callable[[], Tensor]
@@ -104,7 +103,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
+        "command": command_line(),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "environment": about(args.device),
         "precision": "float32, TF32 off",

@@ -9,7 +9,6 @@ kernels. Graphs may run kernels side by side, so that the sum over kernels can e
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from _measure import about, release, write
+from _measure import about, command_line, release, write
 from reversible import make_step, prepare
 
 CONTENDERS = ("stored", "checkpoint", "bare", "reversible")
@@ -74,7 +73,7 @@ def main() -> None:
     prepare(settings)
     document = {
         "question": "where does the time of a captured step go?",
-        "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
+        "command": command_line(),
         "environment": about("cuda"),
         "precision": "float32, TF32 off",
         "seed": args.seed,

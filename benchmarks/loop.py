@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from _measure import about, wait, write
+from _measure import about, command_line, wait, write
 from bilip.data import ImageBatches, Images
 from bilip.models import Classifier, classifier, glow
 from bilip.objectives import Classification
@@ -118,7 +117,7 @@ def main() -> None:
     runs = [{kind: measured(kind, args) for kind in ("stored", "reversible")} for _ in range(args.repeats)]
     document = {
         "question": "what does the training loop add to its steps?",
-        "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
+        "command": command_line(),
         "environment": about(args.device),
         "runs": runs,
         "reversible_over_stored": [round(one["reversible"]["loop_ms"] / one["stored"]["loop_ms"], 4) for one in runs],

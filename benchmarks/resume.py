@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from _measure import command_line
 from bilip.data import checkerboard
 from bilip.objectives import Likelihood
 from bilip.recipes.checkerboard import QUICK, make_flow
@@ -79,7 +80,7 @@ def main() -> None:
         once, again, resumed = map(weights, folders)
     document = {
         "question": "does a run that is killed and resumed end where an uninterrupted one ends?",
-        "command": "python " + " ".join(word for word in sys.argv if word not in ("--out", str(args.out))),
+        "command": command_line(),
         "environment": environment() | ({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}),
         "seed": args.seed,
         "steps": args.steps,

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from _measure import command_line
 from bilip import models
 from bilip.auditing.probes import Subject, extremes, jacobian, singular_values
 from bilip.record import environment
@@ -151,7 +151,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     document = {
         "question": "time of a Jacobian spectrum against the paper's way",
-        "command": "python " + " ".join(word for word in sys.argv if word != "--out" and word != str(args.out)),
+        "command": command_line(),
         "environment": environment() | {"torch": torch.__version__, "device": device},
         "seed": args.seed,
         "tf32": False,

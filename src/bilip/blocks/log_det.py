@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -517,7 +518,7 @@ Look = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(ABC):
     """A function of each entry alone, as a part of a `Stack`.
 
     Attributes:
@@ -526,14 +527,15 @@ class Activation:
 
     tensors: tuple[Tensor, ...] = ()
 
+    @abstractmethod
     def value(self, h: Tensor, *tensors: Tensor) -> Tensor:
         """The activation of h."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look(self, h: Tensor, *tensors: Tensor) -> Look:
         """Its value and its derivative at h, entry by entry, and what else `backward` can use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(
         self,
         h: Tensor,
@@ -544,7 +546,6 @@ class Activation:
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """The gradients of `(grad * value + bend * slope).sum()` for h and, where they are needed, for the parameters."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
