@@ -87,7 +87,9 @@ def test_a_model_that_is_safe_is_handed_back_as_a_copy():
 
 
 def test_what_needs_a_loss_is_skipped_and_named_without_one():
-    result = cure(bilip_flow(-12.0), points(), uses=["inversion"])
+    seen = []
+    result = cure(bilip_flow(-12.0), points(), uses=["inversion"], each=seen.append)
+    assert tuple(seen) == result.tried
     assert result.status == "not cured"
     assert result.model is None
     assert {a.rung: a.reason for a in result.tried if a.outcome == "skipped"}["re-range"].startswith(

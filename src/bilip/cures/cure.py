@@ -260,6 +260,7 @@ def cure(
     name: str | None = None,
     keep_interrupted: bool = False,
     progress: Progress | None = None,
+    each: Callable[[Attempt], object] = lambda attempt: None,
 ) -> Cure:
     """Repair a trained model: try cures from the cheapest, audit each, and hand over the first that makes the wanted uses safe.
 
@@ -291,6 +292,7 @@ def cure(
         name: Name of the model in reports.
         keep_interrupted: On Ctrl-C return the best so far instead of raising.
         progress: Called with a text and the share that is done.
+        each: Called with each `Attempt` as it ends.
 
     Example:
         >>> import bilip, torch
@@ -331,6 +333,7 @@ class _Ladder:
         name: str | None,
         keep_interrupted: bool,
         progress: Progress | None,
+        each: Callable[[Attempt], object],
     ) -> None:
         self.started = monotonic()
         for label, value in (("steps", steps), ("batch", batch)):
@@ -344,7 +347,7 @@ class _Ladder:
         self.time, self.others = time, others
         self.asked = _uses(uses)
         self.rungs = _chosen(rungs)
-        self.progress = progress
+        self.progress, self.each = progress, each
         self.treated = copied(model)
         self.subject = Subject(self.treated.adapted, name or _name(model))
         spent = budget if isinstance(budget, Budget) else budget_named(budget)
@@ -416,6 +419,7 @@ class _Ladder:
         try:
             for attempt in self._attempts(case):
                 self.tried.append(attempt)
+                self.each(attempt)
                 if attempt.outcome == "cured" and cured is None:
                     cured = attempt
                     if not self.all_rungs:

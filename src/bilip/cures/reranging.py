@@ -297,7 +297,7 @@ class Reranging(Rung):
         lost = screen()
         if lost > 0.2:
             raise Skipped(
-                f"right after it {100 * lost:.2g} % of the failing sources still do not come back, so it was not tuned"
+                f"right after it {100 * lost:.3g} % of the failing sources still do not come back, so it was not tuned"
             )
         result = tuned(
             treated,
