@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,8 +79,7 @@ class Config:
     attack_steps: int = 30
 
     def __post_init__(self) -> None:
-        numbers = [field.name for field in fields(self) if field.name not in ("activation", "preactivate", "clip")]
-        require(self, positive=numbers)
+        require(self, free=("clip",))
         if self.spacing > 4 or abs(4 / self.spacing - round(4 / self.spacing)) > 1e-9:
             raise InputError(
                 f"--set spacing={self.spacing}: expected what divides 4, so that the grid has a line at the edge of the data."

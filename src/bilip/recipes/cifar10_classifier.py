@@ -100,20 +100,6 @@ class Config:
     grid: int = 0
 
     def __post_init__(self) -> None:
-        counts = (
-            "side",
-            "levels",
-            "blocks",
-            "hidden",
-            "batch",
-            "epochs",
-            "lr",
-            "start",
-            "strength",
-            "fd_eps",
-            "fd_every",
-        )
-        require(self, positive=(*counts, "evaluate_every", "inverted", "spectra", "spectra_end", "angle_batches"))
         require(self, nonnegative=("images", "test", "grid"))
         require_side(self)
 

@@ -50,21 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["RECIPE", "Config"]
 
 PRIOR = TanhExpScale(clamp=3.0)  # of the channels that leave early: their deviation is predicted within e^-3 and e^3
-COUNTS = ("side", "levels", "blocks", "hidden", "batch", "steps", "lr", "start", "looks", "looked", "test_looked")
-COUNTS += ("conditions", "lanczos", "samples", "ood", "referenced", "pictures", "points", "bits")
-RESIDUAL = ("hidden", "steps", "lr", "looks", "ood", "loose", "repeats")
-FREE = (
-    "images",
-    "test",
-    "warmup",
-    "weight_decay",
-    "clip",
-    "ema",
-    "skip",
-    "residual_dense",
-    "residual_warmup",
-    "exact_terms",
-)
+MAY_BE_ZERO = ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip")  # settings that may be 0
+MAY_BE_ZERO += ("residual_dense", "residual_warmup", "exact_terms")
 ALPHA = 0.05  # of the logit that a residual flow begins with
 
 
@@ -164,9 +151,9 @@ class Config:
     def __post_init__(self) -> None:
         require(
             self,
-            positive=(*COUNTS, *(f"residual_{name}" for name in RESIDUAL)),
-            nonnegative=FREE,
+            nonnegative=MAY_BE_ZERO,
             one_of={"mixing": ("conv1x1", "reverse", "shuffle"), "optimizer": ("adam", "adamax")},
+            free=("residual_blocks", "coefficient"),
         )
         if not self.residual_blocks or min(self.residual_blocks) < 1:
             raise InputError(

@@ -42,7 +42,7 @@ class Config:
     g: float = 0.1
 
     def __post_init__(self) -> None:
-        require(self, positive=("depth", "g"))
+        require(self, free=("t",))
 
 
 class Constant(nn.Module):

@@ -48,22 +48,7 @@ TITLES = {
     "residual": "residual flow",
 }
 PARTS = ("affine", "modified", "residual")
-COUNTS = (
-    "side",
-    "test",
-    "bits",
-    "hidden",
-    "batch",
-    "accumulate",
-    "steps",
-    "lr",
-    "start",
-    "looks",
-    "test_looked",
-    "samples",
-)
-COUNTS += ("shown", "attacked", "attack_steps", "iterations", "conditions", "lanczos", "plain")
-COUNTS += tuple(f"residual_{name}" for name in ("hidden", "steps", "attacked", "samples"))
+MAY_BE_ZERO = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms")  # settings that may be 0
 
 
 @dataclass(frozen=True)
@@ -147,8 +132,8 @@ class Config:
     residual_samples: int = 128
 
     def __post_init__(self) -> None:
-        free = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms")
-        require(self, positive=COUNTS, nonnegative=free, one_of={"optimizer": ("adam", "adamax")})
+        scaled = ("blocks", "residual_blocks", "coefficient", "dense_hidden")
+        require(self, nonnegative=MAY_BE_ZERO, one_of={"optimizer": ("adam", "adamax")}, free=scaled)
         if self.bits > 8 or self.ema >= 1 or not 0 < self.coefficient < 1:
             raise InputError(
                 f"--set bits={self.bits} ema={self.ema} coefficient={self.coefficient}: expected at most 8 bits, an average below 1, and "

@@ -53,8 +53,6 @@ PART = re.compile(r"(additive|affine)-(mle|gan|flowgan)(-plain)?(-small)?(?:-ste
 WHOLE = 3072  # dimensions of an image of CIFAR-10; of smaller ones a likelihood in nats counts as much more
 HUGE = 16.0  # bits per dimension: twice what a code needs that knows nothing of images
 STEEP = 1 / torch.finfo(torch.float32).eps  # a condition number at which float32 has no digit left
-COUNTS = ("side", "levels", "blocks", "hidden", "batch", "steps", "lr", "start", "looks", "looked", "test_looked")
-COUNTS += ("conditions", "lanczos", "samples", "pictures", "bits", "weight", "feature_steps", "feature_batch")
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Config:
     feature_batch: int = 128
 
     def __post_init__(self) -> None:
-        require(self, positive=COUNTS, nonnegative=("images", "test", "skip", "penalty"))
+        require(self, nonnegative=("images", "test", "skip", "penalty"), free=("small", "critic"))
         if self.mixing not in ("conv1x1", "reverse", "shuffle"):
             raise InputError(f"--set mixing={self.mixing}: expected conv1x1, reverse or shuffle.")
         if len(self.small) != 3 or len(self.critic) != 7 or not all(n > 0 for n in (*self.small, *self.critic)):

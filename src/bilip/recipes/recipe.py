@@ -259,21 +259,22 @@ def configured(defaults: C, changes: Sequence[str]) -> C:
 def require(
     config: Any,
     *,
-    positive: Sequence[str] = (),
     filled: Sequence[str] = (),
     nonnegative: Sequence[str] = (),
     one_of: Mapping[str, Sequence[str]] | None = None,
+    free: Sequence[str] = (),
 ) -> None:
-    """Raise an `InputError` unless fields have values that make sense.
+    """Raise an `InputError` unless fields have values that make sense: numbers, and tuples of them, are above 0 where nothing else is said.
 
     Args:
         config: A configuration.
-        positive: Numbers, or tuples of them, that are above 0.
-        filled: Tuples that are above 0 too, with at least one number and each once.
-        nonnegative: Numbers that are 0 or more.
+        filled: Tuples that have at least one number, and each once.
+        nonnegative: Numbers that may be 0.
         one_of: Words, and which there are.
+        free: Fields that are not looked at here.
     """
-    for name in (*positive, *filled):
+    numbers = [f.name for f in dataclasses.fields(config) if not isinstance(f.default, (str, bool))]
+    for name in (*(name for name in numbers if name not in (*filled, *nonnegative, *free)), *filled):
         value = getattr(config, name)
         items = value if isinstance(value, tuple) else (value,)
         if not items or not all(0 < item < float("inf") for item in items):

@@ -63,10 +63,7 @@ class Config:
     evaluate_every: int = 200
 
     def __post_init__(self) -> None:
-        counts = ("blocks", "points", "batch", "lr", "steps", "fd", "fd_eps", "fd_every", "evaluate_every")
-        require(self, positive=counts, filled=("widths",))
-        if self.nf:
-            require(self, filled=("nf",))
+        require(self, filled=("widths", "nf") if self.nf else ("widths",), free=("nf",))
 
 
 PAPER = Config()

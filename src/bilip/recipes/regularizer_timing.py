@@ -56,7 +56,7 @@ class Config:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        require(self, positive=("side", "levels", "blocks", "hidden", "batch", "warm", "steps", "rounds"))
+        require(self)
 
 
 @dataclass(frozen=True)
