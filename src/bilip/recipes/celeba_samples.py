@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bilip.recipes import dequantization_attack, figures
 from bilip.recipes.face_flows import TITLES, Config, runs_of
-from bilip.recipes.flow_runs import percent
 from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, runs_of_part
 
 __all__ = ["RECIPE"]
 
@@ -69,23 +65,22 @@ class CelebaSamples(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []
         for part, name, good in runs_of(found, lines):
-            samples = [m.numbers["samples"] for m in good]
-            ours = list(map(_lost, samples))
-            what = f"{name}: samples that are not finite, of {samples[0]['count']}"
-            holds = all(s["worst_share"] > 0 for s in samples) if part in said else None
-            lines.append(Line(what, said.get(part, ""), "; ".join(ours), holds, key=True))
+            samples, topic = [m.numbers["samples"] for m in good], Topic(name, lines)
+            what = f"samples that are not finite, of {samples[0]['count']}"
+            broken = [s["worst_share"] > 0 for s in samples] if part in said else ()
+            topic.add(what, said.get(part, ""), map(_lost, samples), broken, key=True)
             bits = [f"{m.numbers['test_bits']:.2f} ({m.numbers['model']})" for m in good]
-            lines.append(Line(f"{name}: test bits per dimension", "", "; ".join(bits)))
+            topic.add("test bits per dimension", "", bits)
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
-        drawn: dict[str, Figure] = {}
+    def figures(self, config: Config, found: Found) -> Figures:
+        drawn: dict[str, Any] = {}
         panels: dict[str, dict[str, Any]] = {}
         for what, panel in {"test_bits": "test bits/dimension", "samples_lost": "share of samples not finite"}.items():
             curves = {
-                TITLES[part]: [parts[part].curve(what) for parts in found.values() if part in parts]
-                for part in TITLES
-                if any(part in parts for parts in found.values())
+                title: [m.curve(what) for m in runs]
+                for part, title in TITLES.items()
+                if (runs := runs_of_part(found, part))
             }
             if what == "test_bits" or any(max(y) > 0 for seeds in curves.values() for _, y in seeds):
                 panels[panel] = curves

@@ -7,9 +7,9 @@ Affine coupling with a scale in (0, 1), with a scale in (0.5, 1), and residual b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,8 @@ from bilip.objectives import Likelihood
 from bilip.probes import Attack
 from bilip.recipes import figures
 from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, require, runs_of_part
 from bilip.training import Task, load_weights, read_state
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -179,7 +176,7 @@ class CheckerboardFlows(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         return checkerboard_lines(found, self.paper()["in_short"])
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         parts = {part: found[min(found)][part] for part in TITLES}
         errors = {TITLES[part]: m.arrays["error"] for part, m in parts.items()}
         densities = {TITLES[part]: m.arrays["density"] for part, m in parts.items()}
@@ -286,26 +283,20 @@ def checkerboard_lines(found: Found, said: Mapping[str, str]) -> list[Line]:
         found: The numbers of the three flows.
         said: What the paper says of them, in short.
     """
-
-    def each(part: str, text: Callable[[Mapping[str, Any]], str]) -> str:
-        return "; ".join(text(found[seed][part].numbers) for seed in found)
-
-    lines = [
-        Line(
-            f"{title}: lost outside",
-            said[part],
-            each(part, _outside),
-            all(_holds(part, found[seed][part].numbers) for seed in found),
-        )
-        for part, title in TITLES.items()
+    lines: list[Line] = []
+    several = {part: [m.numbers for m in runs_of_part(found, part)] for part in TITLES}
+    for part, title in TITLES.items():
+        holds = [_holds(part, n) for n in several[part]]
+        Topic(title, lines).add("lost outside", said[part], map(_outside, several[part]), holds)
+    densities = [
+        [n["density_lost_outside"] for n in pair] for pair in zip(several["sigmoid"], several["half"], strict=True)
     ]
-    densities = [[found[seed][part].numbers["density_lost_outside"] for part in ("sigmoid", "half")] for seed in found]
     lines += [
         Line(
             "worst error outside, of the three in this order: falling",
             said["order"],
-            "; ".join(", ".join(f"{_worst(found[seed][part].numbers):.1g}" for part in TITLES) for seed in found),
-            all(_order(found[seed]) for seed in found),
+            "; ".join(", ".join(f"{_worst(n):.1g}" for n in three) for three in zip(*several.values(), strict=True)),
+            all(_worst(a) > _worst(b) > _worst(c) for a, b, c in zip(*several.values(), strict=True)),
         ),
         Line(
             "Inf/NaN densities outside, affine (0, 1) and (0.5, 1)",
@@ -313,33 +304,16 @@ def checkerboard_lines(found: Found, said: Mapping[str, str]) -> list[Line]:
             "; ".join(f"{100 * a:.2g} %, {100 * b:.2g} %" for a, b in densities),
             all(a > 0 and b == 0 for a, b in densities),
         ),
-        Line(
-            "residual: error over eps (1 + |x|) cond, at most",
-            "",
-            each("residual", lambda n: f"{n['error_over_predicted']:.2g}"),
-            key=True,
-        ),
     ]
+    ratios = [f"{n['error_over_predicted']:.2g}" for n in several["residual"]]
+    Topic("residual", lines).add("error over eps (1 + |x|) cond, at most", "", ratios, key=True)
     for part, title in TITLES.items():
-        lines += [
-            Line(f"{title}: lost outside, best test loss", "", each(part, lambda n: _outside(n["best"]))),
-            Line(
-                f"{title}: evaluations with any lost",
-                "",
-                each(part, lambda n: "{} of {}".format(*n["evaluations_lost"])),
-            ),
-            Line(f"{title}: test loss, at least {math.log(32):.3f}", "", each(part, lambda n: f"{n['test_nll']:.3f}")),
-            Line(
-                f"{title}: Lip(F⁻¹) on [-8, 8]² proven",
-                "",
-                each(part, lambda n: "none of use" if (log := n["log10_inverse_bound"]) > 300 else f"10^{log:.3g}"),
-            ),
-            Line(
-                f"{title}: attacked within ±{ATTACK_RADIUS}, relative error above 3.5e-4",
-                "",
-                each(part, lambda n: "{:.0f} of {}".format(_attacked(n), n["attack"]["samples"])),
-            ),
-        ]
+        numbers, add = several[part], Topic(title, lines).add
+        add("lost outside, best test loss", "", [_outside(n["best"]) for n in numbers])
+        add("evaluations with any lost", "", ["{} of {}".format(*n["evaluations_lost"]) for n in numbers])
+        add(f"test loss, at least {math.log(32):.3f}", "", [f"{n['test_nll']:.3f}" for n in numbers])
+        add("Lip(F⁻¹) on [-8, 8]² proven", "", map(_proven, numbers))
+        add(f"attacked within ±{ATTACK_RADIUS}, relative error above 3.5e-4", "", map(_attacked, numbers))
     return lines
 
 
@@ -354,19 +328,20 @@ def _worst(numbers: Mapping[str, Any], where: str = "outside") -> float:
     return math.inf if out["share_non_finite"] else out["worst_finite"]
 
 
-def _attacked(numbers: Mapping[str, Any]) -> float:
-    return numbers["attack"]["share_success"] * numbers["attack"]["samples"]
+def _proven(numbers: Mapping[str, Any]) -> str:
+    log = numbers["log10_inverse_bound"]
+    return "none of use" if log > 300 else f"10^{log:.3g}"
+
+
+def _attacked(numbers: Mapping[str, Any]) -> str:
+    attack = numbers["attack"]
+    return f"{attack['share_success'] * attack['samples']:.0f} of {attack['samples']}"
 
 
 def _holds(part: str, numbers: Mapping[str, Any]) -> bool:
     if part == "residual":
         return max(_worst(numbers), _worst(numbers, "inside")) < 1e-3
     return numbers["outside"]["share_above_1"] > 0
-
-
-def _order(parts: Mapping[str, Measured]) -> bool:
-    sigmoid, half, residual = (_worst(parts[part].numbers) for part in TITLES)
-    return sigmoid > half > residual
 
 
 RECIPE = CheckerboardFlows()

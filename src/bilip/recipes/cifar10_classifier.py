@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,10 @@ from bilip.objectives import Classification
 from bilip.probes import extremes, jacobian
 from bilip.recipes.classifier_runs import GRID, TABLE, Run, classifier_figures, classifier_lines
 from bilip.recipes.images import count_parameters, require_same_images, require_side, shrunk, start_actnorms
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import angle
 from bilip.training import Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -217,7 +214,7 @@ class Cifar10Classifier(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         return classifier_lines(found, self.paper())
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         return classifier_figures(found)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,12 +40,9 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, share_terms, solved_inverse
 from bilip.training import Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -305,7 +302,7 @@ class Cifar10Flow(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         return flow_lines(found, self.paper())
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         return flow_figures(found)
 
 

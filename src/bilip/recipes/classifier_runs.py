@@ -6,14 +6,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bilip.errors import InputError
 from bilip.recipes import figures
-from bilip.recipes.recipe import Found, Line, Measured
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bilip.recipes.recipe import Figures, Found, Line, Measured, short
 
 __all__ = ["GRID", "TABLE", "Run", "classifier_figures", "classifier_lines", "curve", "shown"]
 
@@ -262,13 +259,9 @@ def _ours(numbers: Numbers) -> dict[str, Any]:
 
 def _text(row: Mapping[str, Any]) -> str:
     lost = f" ({100 * row['lost']:.2g} % not finite)" if row.get("lost") else ""
-    ends = f"SV {_short(row['sigma_min'])} to {_short(row['sigma_max'])}"
+    ends = f"SV {short(row['sigma_min'])} to {short(row['sigma_max'])}"
     inverted = "invertible" if row["invertible"] else "not invertible"
-    return f"{inverted}, {row['accuracy']:.2f} %, error {_short(row['error'])}{lost}, cond {_short(row['condition'])}, {ends}"
-
-
-def _short(value: float | str) -> str:
-    return f"{float(value):.1e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    return f"{inverted}, {row['accuracy']:.2f} %, error {short(row['error'])}{lost}, cond {short(row['condition'])}, {ends}"
 
 
 def _orders(before: float, after: float) -> float:
@@ -299,7 +292,7 @@ PANELS = {
 }
 
 
-def classifier_figures(found: Found) -> Mapping[str, Figure]:
+def classifier_figures(found: Found) -> Figures:
     """The paper's four, each where there are runs for it: coefficients of NF and of FD for affine conv, and what regularizers do to affine
     and to additive conv.
     """

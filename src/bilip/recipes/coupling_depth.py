@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,7 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Split
 from bilip.blocks.scale import SigmoidScale
 from bilip.probes import jacobian
 from bilip.recipes import figures
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 
 __all__ = ["RECIPE", "Config"]
 
@@ -133,7 +129,7 @@ class CouplingDepth(Recipe):
             ),
         ]
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         curves = {
             f"{kind}, {part}": measured.numbers[kind]
             for part, measured in found[min(found)].items()

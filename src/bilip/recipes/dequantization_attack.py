@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,8 @@ from bilip.probes import Attack, AttackResult, AttackRun
 from bilip.recipes import face_flows, figures
 from bilip.recipes.face_flows import PARTS, TITLES, Config, Faces
 from bilip.recipes.flow_probes import conditions, fixed_draws
-from bilip.recipes.flow_runs import percent, short
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, short
 from bilip.recipes.residual_flows import by_series, cut_after, is_residual, solved_inverse
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE"]
 
@@ -152,47 +148,34 @@ class DequantizationAttack(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []
         for part, name, runs in face_flows.runs_of(found, lines):
-            good = [m.numbers for m in runs]
+            good, topic = [m.numbers for m in runs], Topic(name, lines)
             count = good[0]["attack"]["count"]
             bits = [
                 f"{n['test_bits']:.2f} ({n['model']}; {n['images']:,} images of {n['side']} x {n['side']})"
                 for n in good
             ]
-            lines.append(
-                Line(f"{name}: test bits per dimension at {good[0]['bits']} bits", "", "; ".join(bits), key=True)
-            )
+            topic.add(f"test bits per dimension at {good[0]['bits']} bits", "", bits, key=True)
             plain = [f"{percent(n['plain']['broken'])}, worst {short(n['plain']['worst'])}" for n in good]
-            lines.append(
-                Line(f"{name}: broken without an attack, of {good[0]['plain']['count']} images", "", "; ".join(plain))
-            )
+            topic.add(f"broken without an attack, of {good[0]['plain']['count']} images", "", plain)
             if part == "residual":
-                lines += _residual_lines(name, count, good, said["residual"])
+                _add_residual(topic, count, good, said["residual"])
                 continue
-            shares = [n["attack"]["broken"] for n in good]
             ours = [
                 f"{percent(n['attack']['broken'])} ("
                 + ", ".join(f"{METHODS[m]} {percent(found['broken'])}" for m, found in n["attack"]["methods"].items())
                 + ")"
                 for n in good
             ]
-            explodes = [share > 0.5 for share in shares]
-            lines.append(
-                Line(
-                    f"{name}: broken within the cell, of {count} images",
-                    said.get(part, ""),
-                    "; ".join(ours),
-                    all(explodes) if part in said else None,
-                    key=True,
-                )
-            )
-            lines += _method_lines(name, good)
-            lines.append(_condition_line(name, good))
+            explodes = [n["attack"]["broken"] > 0.5 for n in good] if part in said else ()
+            topic.add(f"broken within the cell, of {count} images", said.get(part, ""), ours, explodes, key=True)
+            _add_methods(topic, good)
+            _add_conditions(topic, good)
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         first = {part: m for part, m in next(iter(found.values()), {}).items() if not m.numbers["diverged"]}
         first = {part: first[part] for part in TITLES if part in first}
-        drawn: dict[str, Figure] = {}
+        drawn: dict[str, Any] = {}
         for what, label, linear in (("median", "median L2 error", False), ("broken", "share broken", True)):
             panels: dict[str, dict[str, Any]] = {}
             for method, title in METHODS.items():
@@ -483,9 +466,8 @@ def _l2(back: Tensor, x: Tensor) -> Tensor:
 # ---- tables
 
 
-def _method_lines(name: str, good: Sequence[Mapping[str, Any]]) -> list[Line]:
+def _add_methods(topic: Topic, good: Sequence[Mapping[str, Any]]) -> None:
     """Each attack by itself: errors before and after it."""
-    lines = []
     for method, title in METHODS.items():
         found = [n["attack"]["methods"][method] for n in good if method in n["attack"]["methods"]]
         ours = [
@@ -494,11 +476,10 @@ def _method_lines(name: str, good: Sequence[Mapping[str, Any]]) -> list[Line]:
             for f in found
         ]
         if found:
-            lines.append(Line(f"{name}: {title}, median error", "", "; ".join(ours)))
-    return lines
+            topic.add(f"{title}, median error", "", ours)
 
 
-def _condition_line(name: str, good: Sequence[Mapping[str, Any]], *, judged: bool = False) -> Line:
+def _add_conditions(topic: Topic, good: Sequence[Mapping[str, Any]], *, judged: bool = False) -> None:
     ours, holds = [], []
     for n in good:
         values, over = n["attack"]["conditions"], n["attack"]["over_prediction"]
@@ -506,15 +487,10 @@ def _condition_line(name: str, good: Sequence[Mapping[str, Any]], *, judged: boo
             f"condition numbers {', '.join(map(short, values)) or 'not measured'}; error over prediction {', '.join(map(short, over))}"
         )
         holds.append(bool(over) and max(over) <= WITHIN)
-    return Line(
-        f"{name}: errors of the worst points within {WITHIN} eps cond |x|",
-        "",
-        "; ".join(ours),
-        all(holds) if judged else None,
-    )
+    topic.add(f"errors of the worst points within {WITHIN} eps cond |x|", "", ours, holds if judged else ())
 
 
-def _residual_lines(name: str, count: int, good: Sequence[Mapping[str, Any]], said: Mapping[str, str]) -> list[Line]:
+def _add_residual(topic: Topic, count: int, good: Sequence[Mapping[str, Any]], said: Mapping[str, str]) -> None:
     attacks = [n["attack"] for n in good]
     worst = [max(a["methods"][m]["worst_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
     lost = [max(a["methods"][m]["non_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
@@ -524,22 +500,16 @@ def _residual_lines(name: str, count: int, good: Sequence[Mapping[str, Any]], sa
         for a in attacks
     ]
     due = [a["cut_converged"]["worst"] < 0.01 * a["cut"]["worst"] for a in attacks]
-    return [
-        Line(
-            f"{name}: the paper's attack on {attacks[0]['iterations']} iterations, {count} images, then converged",
-            said["cut"],
-            "; ".join(cut),
-            all(due),
-        ),
-        Line(
-            f"{name}: worst error of the true-gradient and the gradient-free attack, converged inverse",
-            said["stable"],
-            "; ".join(f"{short(w)}, {percent(share)} not finite" for w, share in zip(worst, lost, strict=True)),
-            all(w < CONVERGED and not share for w, share in zip(worst, lost, strict=True)),
-        ),
-        *_method_lines(name, good),
-        _condition_line(name, good, judged=True),
-    ]
+    iterated = f"the paper's attack on {attacks[0]['iterations']} iterations, {count} images, then converged"
+    topic.add(iterated, said["cut"], cut, due)
+    topic.add(
+        "worst error of the true-gradient and the gradient-free attack, converged inverse",
+        said["stable"],
+        [f"{short(w)}, {percent(share)} not finite" for w, share in zip(worst, lost, strict=True)],
+        [w < CONVERGED and not share for w, share in zip(worst, lost, strict=True)],
+    )
+    _add_methods(topic, good)
+    _add_conditions(topic, good, judged=True)
 
 
 RECIPE = DequantizationAttack()

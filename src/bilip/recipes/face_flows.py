@@ -34,7 +34,7 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Found, Line, Measured, Work, require, sound
+from bilip.recipes.recipe import Found, Line, Measured, Work, require, runs_of_part, sound
 from bilip.recipes.residual_flows import share_terms
 from bilip.training import Task
 
@@ -297,7 +297,7 @@ def runs_of(found: Found, lines: list[Line]) -> Iterator[tuple[str, str, list[Me
     others.
     """
     for part, title in TITLES.items():
-        several = [parts[part] for parts in found.values() if part in parts]
+        several = runs_of_part(found, part)
         if not several:
             continue
         name = f"{title}, {several[0].numbers['steps']:,} steps"

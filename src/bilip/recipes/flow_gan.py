@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from bilip.errors import InputError
 from bilip.recipes import figures, flow_probes
 from bilip.recipes.cifar10_flow import PRIOR
 from bilip.recipes.flow_probes import Inputs, Trip
-from bilip.recipes.flow_runs import percent, short
+from bilip.recipes.flow_runs import shares
 from bilip.recipes.images import (
     Dequantized,
     as_bytes,
@@ -38,12 +38,9 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, require, short
 from bilip.recipes.sample_quality import load_features, quality, train_features
 from bilip.training import Draw, Task, load_weights, read_state
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -276,7 +273,7 @@ class FlowGan(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         return gan_lines(found, self.paper())
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         return gan_figures(found)
 
 
@@ -517,33 +514,17 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     runs = _runs(found)
     for run, several in runs.items():
         said = paper["table"].get(run.objective, {}) if run.actnorm and not run.small else {}
-
-        def add(
-            what: str,
-            of_paper: str,
-            ours: Sequence[str],
-            holds: bool | None = None,
-            *,
-            key: bool = False,
-            run: Run = run,
-        ) -> None:
-            lines.append(Line(f"{run.title}: {what}", of_paper, "; ".join(ours), holds, key))
-
-        add("test bits per dimension", said.get("bits", ""), [_bits(m) for m in several], key=True)
-        add("condition number at data, largest on the way", "", [_steepest(m) for m in several])
+        add, samples = Topic(run.title, lines).add, [m.numbers["samples"] for m in several]
+        add("test bits per dimension", said.get("bits", ""), map(_bits, several), key=True)
+        add("condition number at data, largest on the way", "", map(_steepest, several))
         add("reconstruction of test images", "", [_lost(m.numbers["data"]) for m in several])
-        add(
-            "FID of 128 features",
-            said.get("fid", ""),
-            [f"{m.numbers['samples']['fid']:.3g}" for m in several],
-            key=True,
-        )
-        add("KID of 128 features", "", [_kid(m.numbers["samples"]) for m in several])
-        add("sliced Wasserstein, grey levels", "", [f"{m.numbers['samples']['sliced']:.2f}" for m in several])
+        add("FID of 128 features", said.get("fid", ""), [f"{s['fid']:.3g}" for s in samples], key=True)
+        add("KID of 128 features", "", map(_kid, samples))
+        add("sliced Wasserstein, grey levels", "", [f"{s['sliced']:.2f}" for s in samples])
         for m in several:
             if m.numbers["diverged"]:
                 add("training", "", [m.numbers["diverged"]])
-        add("steps skipped, passes the guard repaired", "", [_guard(m) for m in several])
+        add("steps skipped, passes the guard repaired", "", map(_guard, several))
     lines += [line for kind in KINDS for line in _statements(kind, runs)] + _side_findings(runs)
     nets = {_net(m.numbers["features"]): None for several in runs.values() for m in several}
     nets |= {_net(m.numbers): None for parts in found.values() for part, m in parts.items() if part == "features"}
@@ -649,8 +630,7 @@ def _steepest(m: Measured) -> str:
 
 
 def _lost(data: Mapping[str, float]) -> str:
-    shares = f"{percent(data['share_non_finite'])} Inf/NaN, {percent(data['share_wrong'])} wrong"
-    return shares + (f", error {short(data['error'])}" if not math.isnan(data["error"]) else "")
+    return shares(data) + (f", error {short(data['error'])}" if not math.isnan(data["error"]) else "")
 
 
 def _kid(samples: Mapping[str, float]) -> str:
@@ -666,9 +646,9 @@ def _net(about: Mapping[str, Any]) -> str:
     return f"CNN with 128 features, {percent(about['accuracy'])} of {about['test_images']:,} test images right"
 
 
-def gan_figures(found: Found) -> Mapping[str, Figure]:
+def gan_figures(found: Found) -> Figures:
     """Curves at data, for each kind; samples, and reconstructions of test images, of the first seed."""
-    drawn: dict[str, Figure] = {}
+    drawn: dict[str, Any] = {}
     runs = _runs(found)
     for kind in KINDS:
         own = {run.title.removeprefix(f"{kind}, "): several for run, several in runs.items() if run.kind == kind}
@@ -695,9 +675,7 @@ def gan_figures(found: Found) -> Mapping[str, Figure]:
 
 
 def _note(m: Measured, what: str) -> str:
-    if what == "data":
-        return f"{percent(m.numbers['data']['share_non_finite'])} Inf/NaN, {percent(m.numbers['data']['share_wrong'])} wrong"
-    return f"FID {m.numbers['samples']['fid']:.3g}"
+    return shares(m.numbers["data"]) if what == "data" else f"FID {m.numbers['samples']['fid']:.3g}"
 
 
 RECIPE = FlowGan()

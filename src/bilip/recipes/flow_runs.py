@@ -13,7 +13,7 @@ import numpy as np
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
 from bilip.errors import InputError
 from bilip.recipes import figures
-from bilip.recipes.recipe import Found, Line, Measured, sound
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, percent, short, sound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +28,9 @@ __all__ = [
     "flow_figures",
     "flow_lines",
     "lost",
-    "percent",
     "reconstruction_figure",
     "runs_of",
-    "short",
+    "shares",
 ]
 
 GLOWS = ("additive", "affine", "modified")
@@ -129,26 +128,10 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
         lines.extend(lost_runs)
         if not good:
             continue
-
-        def add(
-            what: str,
-            of_paper: str,
-            ours: Sequence[str],
-            holds: Sequence[bool] = (),
-            *,
-            key: bool = False,
-            name: str = name,
-        ) -> None:
-            lines.append(Line(f"{name}: {what}", of_paper, "; ".join(ours), all(holds) if holds else None, key))
-
+        add = Topic(name, lines).add
         train = [f"{m.numbers['train_bits']:.2f}" for m in good]
         add("bits per dimension, train", f"{said['train_bits']:.2f}" if said else "", train, key=True)
-        add(
-            "bits per dimension, test",
-            f"{said['test_bits']:.2f}" if said else "",
-            [_falling(m) for m in good],
-            key=True,
-        )
+        add("bits per dimension, test", f"{said['test_bits']:.2f}" if said else "", map(_falling, good), key=True)
         marks = {"reliable": "reliable sample bits per dimension", "invisible": "no visible error of samples"}
         for what, mark in marks.items() if said else ():
             ticks = [worst_sample(m, what) for m in good]
@@ -158,11 +141,11 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
                 [f"{'yes' if share >= ALL else 'no'} ({percent(share)})" for share in ticks],
                 [(share >= ALL) == said[what] for share in ticks],
             )
-        add("bits per dimension of samples, as drawn and encoded again", "", [_sample_bits(m) for m in good])
-        add("not finite at some look", "", [_worst_sources(m) for m in good], key=True)
+        add("bits per dimension of samples, as drawn and encoded again", "", map(_sample_bits, good))
+        add("not finite at some look", "", map(_worst_sources, good), key=True)
         add("gradients that were not finite, steps skipped", "", [str(m.numbers["skipped"]) for m in good])
         if run.kind == "residual":
-            pairs = [_estimated(m) for m in good]
+            pairs = list(map(_estimated, good))
             add(
                 "mean of estimated log-determinants against the Jacobian, and its standard error, nats per dimension",
                 "",
@@ -171,12 +154,8 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
             )
             continue
         errors = [max(m.numbers["log_det"]["float64"]) for m in good]
-        add(
-            "log-determinant against the Jacobian, nats per dimension",
-            "",
-            [short(error) for error in errors],
-            [error < LOG_DET for error in errors],
-        )
+        right = [error < LOG_DET for error in errors]
+        add("log-determinant against the Jacobian, nats per dimension", "", map(short, errors), right)
     missing = sorted({name for seeds in found.values() for m in seeds.values() for name in m.numbers["missing"]})
     if missing:
         lines.append(Line("image sets that were not there", "", ", ".join(SETS[name] for name in missing)))
@@ -231,17 +210,9 @@ def lost(numbers: Numbers) -> str:
     return ", ".join([*shares, wrong, f"error {short(error)}" if not math.isnan(error) else "no other"])
 
 
-def percent(share: float) -> str:
-    """A share in percent, with as many digits as tell it from none and all."""
-    value = 100 * share
-    if 0 < value < 0.01 or 99.99 < value < 100:
-        return f"{value:.3f} %"
-    return f"{value:.3g} %" if value < 99 or value == 100 else f"{value:.2f} %"
-
-
-def short(value: float) -> str:
-    """Two digits and the exponent."""
-    return f"{value:.1e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+def shares(numbers: Numbers) -> str:
+    """The shares of images that do not come back finite, and that come back wrong."""
+    return f"{percent(numbers['share_non_finite'])} Inf/NaN, {percent(numbers['share_wrong'])} wrong"
 
 
 # ---- figures
@@ -254,7 +225,7 @@ PANELS = {
 }
 
 
-def flow_figures(found: Found) -> Mapping[str, Figure]:
+def flow_figures(found: Found) -> Figures:
     """Bits per dimension along training; for each kind of coupling the stability statistics and, of the first seed, reconstructions."""
     drawn: dict[str, Figure] = {}
     every = runs_of(found)
@@ -294,12 +265,8 @@ def reconstruction_figure(measured: Measured, names: Mapping[str, str]) -> Figur
     there = {name: title for name, title in names.items() if f"images_{name}" in measured.arrays}
     groups = {t: (measured.arrays[f"images_{n}"], measured.arrays[f"broken_{n}"]) for n, t in there.items()}
     facts = {**measured.numbers["sets"], "samples": measured.numbers.get("samples")}
-    notes = {title: _note(facts[name]) for name, title in there.items()}
+    notes = {title: shares(facts[name]) for name, title in there.items()}
     return figures.reconstructions(groups, notes=notes)
-
-
-def _note(numbers: Numbers) -> str:
-    return f"{percent(numbers['share_non_finite'])} Inf/NaN, {percent(numbers['share_wrong'])} wrong"
 
 
 def _pair(measured: Measured, what: str) -> tuple[list[float], list[float]]:

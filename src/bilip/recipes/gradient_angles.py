@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
 from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, runs_of_part
 
 __all__ = ["RECIPE"]
 
@@ -74,25 +71,25 @@ class GradientAngles(Recipe):
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["in_short"], []
         for part, title in TITLES.items():
-            several = [curve(parts[part]) for parts in found.values() if part in parts]
+            several = [curve(m) for m in runs_of_part(found, part)]
             if not several:
                 continue
             broken = part == "affine-conv1x1-none"
-            lost = [_first_lost(parts[part]) for parts in found.values() if part in parts]
+            lost = [_first_lost(*each) for each in several]
             rule = [when is not None for when in lost] if broken else [_small(values) for _, values in several]
             ours = [
                 f"up to {_largest(values):.1e}"
                 + (f", NaN from epoch {when:.2g} on" if when is not None else ", never NaN")
                 for (_, values), when in zip(several, lost, strict=True)
             ]
-            lines.append(Line(f"{title}: mean angle (rad)", said[part], "; ".join(ours), all(rule)))
+            Topic(title, lines).add("mean angle (rad)", said[part], ours, rule)
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
-        drawn: dict[str, Figure] = {}
+    def figures(self, config: Config, found: Found) -> Figures:
+        drawn: dict[str, Any] = {}
         for name, parts in {"introduction": list(TITLES)[:2], "regularized": list(TITLES)[1:]}.items():
-            there = {part: [seeds[part] for seeds in found.values() if part in seeds] for part in parts}
-            curves = {TITLES[part]: [curve(m) for m in several] for part, several in there.items() if several}
+            there = {TITLES[part]: runs_of_part(found, part) for part in parts}
+            curves = {title: [curve(m) for m in several] for title, several in there.items() if several}
             if curves:
                 panel = "mean angle to the stored gradient (rad)"
                 drawn[name] = figures.curves({panel: curves}, xlabel="epoch")
@@ -107,9 +104,9 @@ def curve(measured: Measured) -> tuple[list[float], list[float]]:
     return epochs.tolist(), arrays["log_angle"][known].tolist()
 
 
-def _first_lost(measured: Measured) -> float | None:
+def _first_lost(epochs: Sequence[float], values: Sequence[float]) -> float | None:
     """The epoch of the first angle that is NaN."""
-    return next((epoch for epoch, value in zip(*curve(measured), strict=True) if math.isnan(value)), None)
+    return next((epoch for epoch, value in zip(epochs, values, strict=True) if math.isnan(value)), None)
 
 
 def _largest(values: Sequence[float]) -> float:

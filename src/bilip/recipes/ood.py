@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bilip.recipes import cifar10_flow
 from bilip.recipes.cifar10_flow import Config
-from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, percent, reconstruction_figure, runs_of, short
+from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, reconstruction_figure, runs_of
 from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, short
 
 __all__ = ["RECIPE"]
 
 NUMBERS = ("steps", "mixing", "images", "sets", "counts", "of", "missing", "diverged", "test_bits", "model")
-BROKEN, WHOLE = ("uniform", "gaussian", "rademacher", "textures", "places", "tiny_imagenet"), ("cifar10", "svhn")
+BROKEN = ("uniform", "gaussian", "rademacher", "textures", "places", "tiny_imagenet")
 COLUMNS = ("affine", "modified", "additive", "residual")
 CONVERGED = 1e-3  # the largest L2 error of an image that comes back from a residual flow
 
@@ -75,39 +72,33 @@ class Ood(Recipe):
         said, lines = self.paper()["table"], []
         for (run, steps), several in runs_of(found, COLUMNS).items():
             good = [m.numbers for m in several if not m.numbers["diverged"]]
-            name = f"{run.title}, {steps:,} steps"
+            topic = Topic(f"{run.title}, {steps:,} steps", lines)
             if len(good) < len(several):
-                lines.append(Line(name, "", "training diverged: see cifar10_flow", key=True))
+                lines.append(Line(topic.name, "", "training diverged: see cifar10_flow", key=True))
             for which, title in SETS.items():
                 there = [numbers["sets"][which] for numbers in good if which in numbers["sets"]]
-                if not there:
-                    lines += [Line(f"{name}: {title}", _said(said, run, which), "not there")] if good else []
-                    continue
-                holds = [_agrees(run, which, numbers) for numbers in there]
-                lines.append(
-                    Line(
-                        f"{name}: {title}{_part_of(good[0], which)}",
-                        _said(said, run, which),
-                        "; ".join(map(lost, there)),
-                        all(holds) if None not in holds else None,
-                    )
-                )
+                if there:
+                    what = f"{title}{_part_of(good[0], which)}"
+                    topic.add(what, _said(said, run, which), map(lost, there), _agrees(run, which, there))
+                elif good:
+                    topic.add(title, _said(said, run, which), ["not there"])
             if run.kind not in ("affine", "residual") and good:
-                lines.append(Line(f"{name}: every set", "", "; ".join(map(_worst, good)), key=True))
+                topic.add("every set", "", map(_worst, good), key=True)
             if run.kind == "residual" and good:
-                lines += _residual_lines(name, good, said["residual"])
+                _add_residual(topic, good, said["residual"])
         for (run, steps), several in runs_of(found, COLUMNS).items():
+            topic = Topic(f"{run.title}, {steps:,} steps", lines)
             for which, title in list(SETS.items())[1:]:
                 there = [m.numbers["sets"][which] for m in several if which in m.numbers.get("sets", {})]
                 if there:
-                    what = f"{run.title}, {steps:,} steps: {title}: likelihoods trusted; AUROC of all, of trusted"
-                    lines.append(Line(what, "", "; ".join(map(_trust, there)), key=run.kind == "affine"))
+                    what = f"{title}: likelihoods trusted; AUROC of all, of trusted"
+                    topic.add(what, "", map(_trust, there), key=run.kind == "affine")
         if not any(run.kind == "residual" for run, _ in runs_of(found, COLUMNS)):
             worst = max(row["error"] for row in said["residual"].values())
             lines.append(Line("residual flow", f"0 % Inf on every set, error up to {short(worst)}", "not run"))
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         first = next(iter(found.values()), {})
         return {
             f"panels-{part}": reconstruction_figure(first[part], SETS)
@@ -124,16 +115,17 @@ def _said(paper: Mapping[str, Any], run: Run, which: str) -> str:
     return f"{row['inf']:g} % Inf" + (f", error {short(row['error'])}" if row["error"] is not None else "")
 
 
-def _agrees(run: Run, which: str, numbers: Mapping[str, Any]) -> bool | None:
+def _agrees(run: Run, which: str, there: Sequence[Mapping[str, Any]]) -> list[bool]:
     """Of the affine flow: some images do not come back where the paper lost some, and all are finite where it lost none. Of the residual
-    flow: all come back, within `CONVERGED`.
+    flow: all come back, within `CONVERGED`. Of the others nothing.
     """
     if run.kind == "residual":
-        return numbers["share_non_finite"] == 0 and numbers["error_worst"] < CONVERGED
+        return [n["share_non_finite"] == 0 and n["error_worst"] < CONVERGED for n in there]
     if run.kind != "affine" or run.eps:
-        return None
-    broken = numbers["share_non_finite"] > 0 or numbers["share_wrong"] > 0
-    return broken if which in BROKEN else numbers["share_non_finite"] == 0
+        return []
+    if which in BROKEN:
+        return [n["share_non_finite"] > 0 or n["share_wrong"] > 0 for n in there]
+    return [n["share_non_finite"] == 0 for n in there]
 
 
 def _worst(numbers: Mapping[str, Any]) -> str:
@@ -144,7 +136,7 @@ def _worst(numbers: Mapping[str, Any]) -> str:
     return f"at most {percent(non_finite)} Inf/NaN, {percent(wrong)} wrong, error of the rest {short(max(errors, default=math.nan))}"
 
 
-def _residual_lines(name: str, good: Sequence[Mapping[str, Any]], paper: Mapping[str, Any]) -> list[Line]:
+def _add_residual(topic: Topic, good: Sequence[Mapping[str, Any]], paper: Mapping[str, Any]) -> None:
     """Where the paper's errors come from: the stop of its inverse."""
 
     def largest(numbers: Mapping[str, Any], what: str) -> float:
@@ -154,30 +146,18 @@ def _residual_lines(name: str, good: Sequence[Mapping[str, Any]], paper: Mapping
     loose = [largest(numbers, "loose_worst") for numbers in good]
     means = [[found["loose_error"] for found in numbers["sets"].values()] for numbers in good]
     said = [row["error"] for row in paper.values()]
-    return [
-        Line(f"{name}: worst error of an image, every set, to tolerance", "", "; ".join(map(short, tight)), key=True),
-        Line(
-            f"{name}: mean errors, from set to set, with the original's loose stop",
-            f"{short(min(said))} to {short(max(said))}",
-            "; ".join(
-                f"{short(min(m))} to {short(max(m))}, worst {short(w)}" for m, w in zip(means, loose, strict=True)
-            ),
-            all(w > 10 * t for w, t in zip(loose, tight, strict=True)),
-        ),
-        Line(
-            f"{name}: worst error before the last sigmoid, samples not converged",
-            "",
-            "; ".join(
-                f"{short(largest(n, 'unsquashed'))}, {sum(found['unconverged'] for found in n['sets'].values())}"
-                for n in good
-            ),
-        ),
-        Line(
-            f"{name}: model and test bits per dimension",
-            "",
-            "; ".join(f"{n['model']}: {n['test_bits']:.2f}" for n in good),
-        ),
+    topic.add("worst error of an image, every set, to tolerance", "", map(short, tight), key=True)
+    topic.add(
+        "mean errors, from set to set, with the original's loose stop",
+        f"{short(min(said))} to {short(max(said))}",
+        [f"{short(min(m))} to {short(max(m))}, worst {short(w)}" for m, w in zip(means, loose, strict=True)],
+        [w > 10 * t for w, t in zip(loose, tight, strict=True)],
+    )
+    before = [
+        f"{short(largest(n, 'unsquashed'))}, {sum(found['unconverged'] for found in n['sets'].values())}" for n in good
     ]
+    topic.add("worst error before the last sigmoid, samples not converged", "", before)
+    topic.add("model and test bits per dimension", "", [f"{n['model']}: {n['test_bits']:.2f}" for n in good])
 
 
 def _part_of(numbers: Mapping[str, Any], which: str) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SIZES",
+    "Figures",
     "Found",
     "Line",
     "Measured",
     "Recipe",
+    "Topic",
     "Work",
     "configured",
     "differences",
     "nearest",
+    "percent",
     "require",
+    "runs_of_part",
+    "short",
     "sound",
 ]
 
@@ -60,6 +65,19 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Topic:
+    """What several lines are about: each begins with its name."""
+
+    name: str
+    lines: list[Line]
+
+    def add(self, what: str, paper: str, ours: Iterable[str], holds: Iterable[bool] = (), *, key: bool = False) -> None:
+        """Add a line with what each seed gave; it holds where all of `holds` do, and is not judged where there are none."""
+        judged = list(holds)
+        self.lines.append(Line(f"{self.name}: {what}", paper, "; ".join(ours), all(judged) if judged else None, key))
+
+
+@dataclass(frozen=True)
 class Measured:
     """What one part of a recipe found for one seed.
 
@@ -79,6 +97,12 @@ class Measured:
 
 
 Found = Mapping[int, Mapping[str, Measured]]  # by seed, then by part
+Figures: TypeAlias = "Mapping[str, Figure]"  # by name
+
+
+def runs_of_part(found: Found, part: str) -> list[Measured]:
+    """What a part found, one entry for each seed that it was run with."""
+    return [parts[part] for parts in found.values() if part in parts]
 
 
 @dataclass(frozen=True)
@@ -207,7 +231,7 @@ class Recipe(ABC):
         """The paper's numbers beside ours."""
 
     @abstractmethod
-    def figures(self, config: Any, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Any, found: Found) -> Figures:
         """The figures, by name."""
 
     def paper(self) -> dict[str, Any]:
@@ -223,6 +247,19 @@ def sound(name: str, several: Sequence[Measured]) -> tuple[list[Measured], list[
     return [m for m in several if not m.numbers["diverged"]], [
         Line(f"{name}: training", "", why, key=True) for why in lost
     ]
+
+
+def percent(share: float) -> str:
+    """A share in percent, with as many digits as tell it from none and all."""
+    value = 100 * share
+    if 0 < value < 0.01 or 99.99 < value < 100:
+        return f"{value:.3f} %"
+    return f"{value:.3g} %" if value < 99 or value == 100 else f"{value:.2f} %"
+
+
+def short(value: float) -> str:
+    """Two digits and the exponent."""
+    return f"{value:.1e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
 
 
 # ---- configurations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ from bilip.nets import MLP
 from bilip.objectives import Regression
 from bilip.recipes import figures
 from bilip.recipes.plane import condition
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -167,8 +164,8 @@ class Regression2D(Recipe):
                     lines.append(Line(f"{title}: error and condition number, {below}", "", both, key=True))
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
-        drawn: dict[str, Figure] = {}
+    def figures(self, config: Config, found: Found) -> Figures:
+        drawn: dict[str, Any] = {}
         for width in config.widths:
             kinds, first = self.kinds(config), found[min(found)]
             arrays = {kind: first[f"{kind}-{width}"].arrays for kind in kinds}

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,12 +19,9 @@ from bilip.data import ImageBatches, Images, seed_of
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.recipes import figures
-from bilip.recipes.recipe import Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Draw, Settings, Task, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["RECIPE", "Config"]
 
@@ -166,7 +163,7 @@ class RegularizerTiming(Recipe):
                 lines.append(Line(f"{name}: memory at the peak", "", "; ".join(f"{value:.0f} MiB" for value in memory)))
         return lines
 
-    def figures(self, config: Config, found: Found) -> Mapping[str, Figure]:
+    def figures(self, config: Config, found: Found) -> Figures:
         every = {1: "fd1", 5: "fd5", 10: "fd10"}
         rows, said = found[min(found)]["timing"].numbers["rows"], self.paper()["table"]
         ours = [rows[name]["milliseconds"] / rows["none"]["milliseconds"] for name in every.values()]
