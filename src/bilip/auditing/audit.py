@@ -178,19 +178,7 @@ class _Done:
 
 @dataclass
 class _Run:
-    """The measuring part of an audit: every planned probe on its source, those that look at failing samples last.
-
-    Attributes:
-        subject: The model.
-        plan: Probes and sources, in order.
-        clock: How long it may take.
-        processes: Which process does what.
-        show: Progress, as the caller of the audit wants it.
-        keep_interrupted: Whether Ctrl-C ends the audit with what was measured so far.
-        measurements: What was measured.
-        failing: Samples that failed, by their source.
-        stopped: Whether it was interrupted.
-    """
+    """The measuring part of an audit: every planned probe on its source, those that look at failing samples last."""
 
     subject: p.Subject
     plan: list[tuple[p.Probe, Source]]
@@ -199,7 +187,7 @@ class _Run:
     show: Progress
     keep_interrupted: bool
     measurements: list[Measurement] = field(default_factory=list)
-    failing: dict[str, Batch] = field(default_factory=dict)
+    failing: dict[str, Batch] = field(default_factory=dict)  # by source
     stopped: bool = False
 
     def measure(self, streams: Sequence[Source]) -> None:

@@ -277,12 +277,7 @@ def _generator(work: Work) -> torch.Generator:
 
 
 def checkerboard_lines(found: Found, said: Mapping[str, str]) -> list[Line]:
-    """Everything that was measured, seed by seed.
-
-    Args:
-        found: The numbers of the three flows.
-        said: What the paper says of them, in short.
-    """
+    """Everything that was measured, seed by seed, beside what the paper says of it in short."""
     lines: list[Line] = []
     several = {part: [m.numbers for m in runs_of_part(found, part)] for part in TITLES}
     for part, title in TITLES.items():

@@ -284,16 +284,7 @@ def worst(several: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class Looks:
-    """What is measured of a run, along the way and in the end.
-
-    Args:
-        model: The classifier.
-        train: Training images.
-        test: Test images.
-        config: The configuration.
-        steps: Steps of the run.
-        with_angles: Whether gradient angles are measured.
-    """
+    """What is measured of a run of so many steps, along the way and in the end."""
 
     def __init__(
         self,

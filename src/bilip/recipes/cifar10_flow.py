@@ -398,14 +398,7 @@ def make_residual_flow(config: Config) -> Flow:
 
 
 class Looks:
-    """What is measured of a flow, along the way and in the end.
-
-    Args:
-        flow: The flow.
-        inputs: Images and noise.
-        config: The configuration.
-        seed: Of samples.
-    """
+    """What is measured of a flow, along the way and in the end; the seed is that of samples."""
 
     def __init__(self, flow: Flow, inputs: Inputs, config: Config, seed: int) -> None:
         self.flow, self.inputs, self.config, self.seed = flow, inputs, config, seed

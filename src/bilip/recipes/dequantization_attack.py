@@ -245,11 +245,6 @@ class Looks:
     """What is measured of a flow besides attacks: likelihood, samples, plain reconstructions.
 
     The samples of the look at which most were lost are kept in a file of the part's folder, for the figure.
-
-    Args:
-        faces: The images.
-        config: The configuration.
-        work: Folder and seed.
     """
 
     def __init__(self, faces: Faces, config: Config, work: Work) -> None:
@@ -350,14 +345,7 @@ class Looks:
 
 
 class Attacked:
-    """Attacks on the dequantization cells of the first training images.
-
-    Args:
-        flow: A trained flow.
-        faces: The images.
-        config: The configuration.
-        work: Seed and progress.
-    """
+    """Attacks on the dequantization cells of the first training images."""
 
     def __init__(self, flow: Flow, faces: Faces, config: Config, work: Work) -> None:
         self.flow, self.faces, self.config, self.work = flow, faces, config, work

@@ -156,15 +156,7 @@ def as_residual(config: Config) -> Config:
 
 
 class Faces:
-    """Face images for training and measuring, in [0, 1), dequantized.
-
-    Args:
-        train: Training images.
-        test: Test images.
-        config: Batch size and bits.
-        seed: Of the dequantization of what is measured.
-        device: Where they stay.
-    """
+    """Face images for training and measuring, in [0, 1), dequantized; the seed is that of what is measured."""
 
     def __init__(self, train: Images, test: Images, config: Config, seed: int, device: str) -> None:
         self.train, self.test, self.bits, self.seed, self.device = train, test, config.bits, seed, device

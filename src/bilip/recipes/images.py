@@ -62,15 +62,7 @@ def require_same_images(work: Work, facts: Mapping[str, Any], sets: Iterable[Ima
 
 
 class Dequantized:
-    """Batches for a training loop: images, shifted by up to `pad` pixels and mirrored, dequantized, less an offset.
-
-    Args:
-        images: Labelled images.
-        config: Batch size and bits.
-        device: Where they stay.
-        pad: Pixels.
-        offset: 0 for [0, 1), 1/2 for [-1/2, 1/2].
-    """
+    """Batches of labelled images for a training loop, shifted by up to `pad` pixels and mirrored, dequantized in [0, 1), less an offset."""
 
     def __init__(self, images: Images, config: Any, device: str, *, pad: int, offset: float = 0.0) -> None:
         self.levels = ImageBatches(images, config.batch, device=device, pad=pad, std=(1 / 255,) * 3)

@@ -138,12 +138,7 @@ def loose_inverse(bijection: Bijection, z: Tensor) -> Tensor:
 
 
 class Cut(Bijection):
-    """A residual block whose inverse is a fixed number of plain iterations, with their gradient.
-
-    Args:
-        block: The block.
-        steps: Iterations.
-    """
+    """A residual block whose inverse is a fixed number of plain iterations, with their gradient."""
 
     def __init__(self, block: Residual, steps: int) -> None:
         super().__init__()

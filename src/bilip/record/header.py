@@ -33,12 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, and its words by name.
-
-    Attributes:
-        tensors: What each tensor is.
-        metadata: Texts that were saved along.
-    """
+    """The tensors of a file by name, and the texts that were saved along."""
 
     tensors: Mapping[str, Entry]
     metadata: Mapping[str, str]

@@ -100,19 +100,15 @@ def to_html(records: Records, *, title: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """One verdict, in words.
+    """One verdict, in words; what a record does not say is empty.
 
     Attributes:
-        use: Name of the use in the record.
         title: The use for people.
         question: What the user asks.
-        status: `safe`, `unsafe` or `not-measured`, as in the record.
         word: The status for people.
-        value: The deciding number, empty if there is none.
+        value: The deciding number.
         label: What the number is, and where it was measured.
-        limit: What it was compared with.
-        reason: One sentence.
-        about: What the source is that decided it; empty if the record does not say.
+        about: What the source is that decided it.
     """
 
     use: str

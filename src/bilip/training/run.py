@@ -65,14 +65,7 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
 class Run:
-    """A run at some step, begun anew or from what its folder holds.
-
-    Args:
-        task: Model, data and loss.
-        settings: Optimizer, schedule, cadence.
-        folder: Where checkpoints and logs go.
-        fabric: A launched Fabric.
-    """
+    """A run at some step, begun anew or from what its folder holds."""
 
     def __init__(self, task: Task, settings: Settings, folder: Path, fabric: Any) -> None:
         self.task, self.settings, self.folder, self.fabric = task, settings, folder, fabric

@@ -31,13 +31,7 @@ CAREFUL = 16  # steps that wait for their flags after one was raised
 
 @dataclass(frozen=True)
 class Settled:
-    """A step that is done for good.
-
-    Attributes:
-        step: Its number.
-        batch: What it was trained on.
-        found: Its losses, valid until the next call.
-    """
+    """A step that is done for good: its number, what it was trained on, and its losses, valid until the next call."""
 
     step: int
     batch: Batch
@@ -45,15 +39,7 @@ class Settled:
 
 
 class Step:
-    """Gradients, then the update.
-
-    Args:
-        fabric: Lightning's Fabric, which knows devices and precision.
-        objective: The wrapped `Objective`.
-        optimizer: The wrapped optimizer.
-        settings: The settings.
-        average: The average of the weights that follows each update, if there is one.
-    """
+    """Gradients, then the update, and the average of the weights where there is one; objective and optimizer as Fabric wraps them."""
 
     def __init__(
         self, fabric, objective: nn.Module, optimizer, settings: Settings, average: Average | None = None
@@ -410,17 +396,7 @@ class Recorded:
 
 
 class Pending:
-    """A replay, with its update, whose flags the host has not seen yet.
-
-    Args:
-        step: Its number.
-        batch: What it is trained on.
-        recorded: Its graph.
-        held: 1 if a flag was raised, here or in a replay before.
-
-    Attributes:
-        found: Its losses.
-    """
+    """A replay, with its update, whose flags the host has not seen yet; `held` is 1 if one was raised, here or in a replay before."""
 
     def __init__(self, step: int, batch: Batch, recorded: Recorded, held: Tensor) -> None:
         self.step, self.batch, self.recorded, self.held = step, batch, recorded, held

@@ -149,12 +149,7 @@ class Search:
     """One search of one batch: judges every point it visits and keeps the worst of each sample.
 
     Attributes:
-        route: The round trip to break.
-        region: Where the points may lie.
-        step: Size of a step.
-        steps: Number of steps.
         every: Steps between new perturbations.
-        generator: Randomness.
         progress: Called after each step with the length of the trajectory.
         random_steps: How often a sample was moved at random for want of a gradient.
     """

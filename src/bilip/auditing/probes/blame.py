@@ -472,10 +472,6 @@ class _Recorder:
     """Keeps the input and output of every call of a module's parts, in `calls`, by the name of the part in the order of the first calls.
 
     While it is entered, methods of the parts are replaced on the instances; leaving it takes the replacements away.
-
-    Args:
-        module: The composite.
-        batch: Number of samples.
     """
 
     def __init__(self, module: nn.Module, batch: int) -> None:

@@ -251,13 +251,7 @@ def condition_numbers(
 
 @dataclass(frozen=True)
 class Format:
-    """One precision.
-
-    Attributes:
-        name: Name in records.
-        dtype: Dtype of parameters and activations.
-        eps: Machine epsilon of its arithmetic.
-    """
+    """One precision, with the dtype of parameters and activations and the machine epsilon of its arithmetic."""
 
     name: str
     dtype: torch.dtype
@@ -295,7 +289,6 @@ class FormatModel:
         emulate: Emulate; by default for 16 bits on a CPU.
 
     Attributes:
-        fmt: The format.
         emulated: Whether it is emulated.
         reference: The same parameters in float64.
 
