@@ -125,12 +125,12 @@ def audit(
         warnings.filterwarnings("ignore", message=".*deprecated")
         torch.manual_seed(seed)  # for models that draw numbers; each probe starts from here
         for stream in streams:
-            first = next(iter(stream.batches(4, limit=4, dtype=subject.dtype, device=subject.device)))
+            first = stream.first(4, dtype=subject.dtype, device=subject.device)
             subject.check(first.x, first.context, f"source {stream.name!r}", strict=stream.role == "data")
         plan = list(_plan(streams, spent, probes, thresholds, bits, seed))
         processes.agree("model", subject.bijection.state_dict().values())
         for stream in streams:
-            some = next(iter(stream.batches(64, limit=64, dtype=torch.float64)))
+            some = stream.first(64, dtype=torch.float64)
             processes.agree(f"source {stream.name!r}", (some.x, some.context))
         run = _Run(subject, plan, clock, processes, show, keep_interrupted)
         run.measure(streams)
@@ -357,9 +357,8 @@ def source_for(
     """A source under the name and in the role that this audit gives it, with contexts where the model takes them."""
     source = as_source(name, value, role=role, most=most, conditional=subject.conditional)
     if source.context_rows is None and is_loader(value) and _fails(subject, source):
-        other = as_source(
-            name, value, role=role, most=most, conditional=True
-        )  # what stands beside x may be the context
+        # What stands beside x may be the context.
+        other = as_source(name, value, role=role, most=most, conditional=True)
         source = other if other.context_rows is not None and not _fails(subject, other) else source
     if source.name == name and role in (None, source.role):
         return source

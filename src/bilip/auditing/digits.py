@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip.auditing.reference import log_prob
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, in_dtype
 from bilip.errors import NotMeasured, said_by
 
 __all__ = ["Digits"]
@@ -53,8 +53,7 @@ class Digits:
         Raises:
             NotMeasured: The model does something that is not known with more digits, is too large, or draws no nearer.
         """
-        x = x.double()
-        context = context.double() if context is not None and context.is_floating_point() else context
+        x, context = x.double(), in_dtype(context, torch.float64)
         before = math.nan
         for digits in _DIGITS:
             self._shadows.begin(digits)

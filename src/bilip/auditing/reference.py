@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip._torch import dtype_name
-from bilip.auditing.subject import Outcome, Subject, run_guarded
+from bilip.auditing.subject import Outcome, Subject, in_dtype, run_guarded
 from bilip.errors import NotMeasured
 
 __all__ = ["Reference", "log_prob", "same_draws", "tolerance"]
@@ -65,8 +65,7 @@ class Reference:
             generator = torch.Generator().manual_seed(2 + shaken)
             signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
             x = x * (1 + _ULP * signs)
-        wide = context is not None and context.is_floating_point()
-        return x, context.double() if wide and context is not None else context
+        return x, in_dtype(context, torch.float64)
 
     def _run(self, call: str, function: Callable[[], _Result]) -> _Result:
         """What a call gives. The first time, look whether the copy multiplies in fewer bits than it was given: then it is no longer let."""
@@ -158,25 +157,23 @@ class _Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        wide = [
-            v
-            for v in (*args, *kwargs.values())
-            if (isinstance(v, Tensor) and v.dtype == torch.float64) or v == torch.float64
-        ]
-        if not wide:
+        if not any(_is_wide(value) for value in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         out = func(*map(_narrow, args), **{name: _narrow(value) for name, value in kwargs.items()})
-        if func._schema.name.endswith(
-            "_"
-        ):  # in place; the tag that says so is newer than the oldest torch that is supported
+        # In place; the tag that says so is newer than the oldest torch that is supported.
+        if func._schema.name.endswith("_"):
             return args[0].copy_(out)
         return out.double() if isinstance(out, Tensor) and out.dtype == torch.float32 else out
 
 
+def _is_wide(value: Any) -> bool:
+    return value.dtype == torch.float64 if isinstance(value, Tensor) else value == torch.float64
+
+
 def _narrow(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype == torch.float64 else value
-    return torch.float32 if value == torch.float64 else value
+    if not _is_wide(value):
+        return value
+    return value.float() if isinstance(value, Tensor) else torch.float32
 
 
 @contextlib.contextmanager

@@ -380,6 +380,11 @@ def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
     return found
 
 
+def in_dtype(context: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Contexts in another dtype; integers, such as labels, stay as they are."""
+    return context.to(dtype) if context is not None and context.is_floating_point() else context
+
+
 def wants_context(module: nn.Module) -> bool:
     """Whether a model seems to be conditional: a part of it states how large a context is.
 

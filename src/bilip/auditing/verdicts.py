@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from bilip.auditing.looks import Looks, share_interval
 from bilip.auditing.probes.probe import PROBES
 from bilip.errors import InputError
 from bilip.record import USES, Measurement, Quantity, Status, Verdict
-
-if TYPE_CHECKING:
-    from bilip.auditing.verdicts import Check
 
 __all__ = ["Thresholds", "judge", "remedy"]
 

@@ -227,9 +227,7 @@ class Source:
         blocks = min(16, n)
         size = n // blocks
         starts = [k * (self.count - size) // max(1, blocks - 1) for k in range(blocks)]
-        parts = [self.read(start, start + size) for start in starts]
-        contexts = [p.context for p in parts if p.context is not None]
-        return Batch(torch.cat([p.x for p in parts]), torch.cat(contexts) if contexts else None, 0)
+        return Batch.joined([self.read(start, start + size) for start in starts])
 
     def shuffled(self, seed: int = 0) -> Source:
         """The same samples in an order drawn at random, the same for the same seed; `row` tells where each stood.

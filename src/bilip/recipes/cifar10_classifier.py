@@ -39,14 +39,8 @@ Batches = Callable[[int, int], tuple[Tensor, Tensor]]
 MEAN, STD = (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)
 FIRST = 192  # the test image whose singular values the original code follows; the others come after it
 LIMIT = 1.0  # of the mean reconstruction error of what is called invertible; a whole image has a norm of about 55
-ANGLES = (
-    "angle",
-    "angle_finite",
-    "angle_worst",
-    "angle_lost",
-    "angle_guarded",
-    "angle_remaining",
-)  # columns of the log
+# Columns of the log.
+ANGLES = ("angle", "angle_finite", "angle_worst", "angle_lost", "angle_guarded", "angle_remaining")
 WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guarded")), "additive-conv1x1-none")
 
 

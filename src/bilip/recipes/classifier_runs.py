@@ -22,7 +22,6 @@ GRID = ("none", "fd1e-3", "fd1e-4", "fd5e-5", "nf1e-3", "nf1e-4", "nf1e-5")
 POINTS = 1.5  # of accuracy: as much as a regularizer may cost
 NAMES = {"affine-conv1x1": "affine conv", "additive-conv1x1": "additive conv", "affine-shuffle": "affine shuffle"}
 NAMES["additive-shuffle"] = "additive shuffle"
-ANGLE = 1e-3
 Numbers = Mapping[str, Any]
 
 

@@ -225,9 +225,7 @@ def sampled(flow: Flow, count: int, *, bits: int, seed: int) -> tuple[Sampled, T
         z = torch.randn(CHUNK, *(flow.latent_shape or ()), generator=generator)[: count - start].to(device)
         if is_residual(flow.bijection):
             x = decode(flow.bijection, z)
-            with (
-                fixed_draws()
-            ):  # the estimate that encoding the sample again gives: what differs is not the random probe
+            with fixed_draws():  # the same random probe as when the sample is encoded again
                 log_det = -flow.bijection.forward_and_log_det(x)[1]
         else:
             x, log_det = flow.bijection.inverse_and_log_det(z)
@@ -260,9 +258,8 @@ def conditions(flow: Flow, x: Tensor, *, steps: int) -> list[float]:
     finite = torch.isfinite(subject.copy_in(torch.float64).forward(x.double()).value.flatten(1)).all(1)
     found = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
     chosen = finite.nonzero().flatten()
-    if len(chosen) and not _can_be_solved(
-        subject, x[chosen]
-    ):  # one is enough to spoil the others: find it before the costly part
+    # One is enough to spoil the others: find it before the costly part.
+    if len(chosen) and not _can_be_solved(subject, x[chosen]):
         good = [k for k in chosen.tolist() if _can_be_solved(subject, x[k : k + 1])]
         found[finite], chosen = math.nan, torch.tensor(good, dtype=torch.long, device=x.device)
     if len(chosen):
@@ -361,9 +358,8 @@ def pictures(flow: Flow, x: Tensor, count: int) -> dict[str, np.ndarray]:
     Returns:
         `images`, bytes of shape (count, 2, height, width, 3), input and reconstruction, and `broken`, 1 where a pixel is not finite.
     """
-    back = decode(
-        flow.bijection, flow.bijection(x)
-    )  # once: in a batch of another size rounding, and what is lost, may differ
+    # Once: in a batch of another size rounding, and what is lost, may differ.
+    back = decode(flow.bijection, flow.bijection(x))
     trip = _trip(x, back, torch.zeros(len(x)))
     worst = int(torch.where(trip.finite, trip.l2, math.inf).argmax())
     chosen = list(dict.fromkeys([worst, *range(len(x))]))[:count]

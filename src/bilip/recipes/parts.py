@@ -231,9 +231,8 @@ def _threads(device: str) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    if (
-        device != "cpu" or before == 1
-    ):  # every call of set_num_threads changes how torch's libraries share work, even with the same number
+    # Every call of set_num_threads changes how torch's libraries share work, even with the same number.
+    if device != "cpu" or before == 1:
         yield
         return
     torch.set_num_threads(1)

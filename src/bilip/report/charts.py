@@ -189,9 +189,8 @@ def distribution_figure(
         layout["shapes"].append(line)
         low, high = map(float, layout["xaxis"]["range"])
         part = ((scale.place(limit) or 0.0) - low) / (high - low)
-        notes.append(
-            text | {"xanchor": "right" if part > 0.85 else "left" if part < 0.15 else "center"}
-        )  # inside the figure
+        side = "right" if part > 0.85 else "left" if part < 0.15 else "center"  # inside the figure
+        notes.append(text | {"xanchor": side})
     layout["annotations"] = notes
     worst = max(rows, key=lambda row: (row[1].share_non_finite, as_float(row[1].largest)))
     summary = f"{title}: " + "; ".join(f"{s or 'all'} median {number(h.quantile(0.5))}" for s, h in rows[:6])

@@ -108,12 +108,8 @@ def rounding_tolerance(model: Any, x: Tensor, *, context: Tensor | None = None, 
                 _magnification(double, x[k : k + 1].double(), None if context is None else context[k : k + 1], floor)
                 for k in worst.tolist()
             ]
-        except (
-            NotMeasured,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # no copy, no gradients, or a matrix that is not finite
+        # No copy, no gradients, or a matrix that is not finite.
+        except (NotMeasured, RuntimeError, TypeError, ValueError):
             return most
     argued = FACTOR * subject.eps * max(grown)
     return min(most, argued) if math.isfinite(argued) else most

@@ -336,9 +336,8 @@ class Run:
             penalty.load_state(state)
 
     def _open(self) -> None:
-        for name in (
-            ("last", "previous", "best") if self.main else ()
-        ):  # what a process that was killed while writing has left
+        # What a process that was killed while writing has left.
+        for name in ("last", "previous", "best") if self.main else ():
             for path in self.folder.glob(f".{name}.safetensors.*"):
                 path.unlink(missing_ok=True)
         other = [name for name, value in self.task.model.state_dict().items() if not isinstance(value, Tensor)]

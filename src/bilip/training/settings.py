@@ -9,13 +9,10 @@ from bilip.errors import InputError
 
 __all__ = ["Settings"]
 
-# What may differ between a run and its continuation: where it runs, and how often it is saved and logged.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-LATER = {
-    "evaluate_at": [],
-    "optimizer": "adam",
-    "skip": None,
-}  # settings that earlier versions did not have, and what they did
+# Settings that earlier versions did not have, and what they did.
+LATER = {"evaluate_at": [], "optimizer": "adam", "skip": None}
+# What may differ between a run and its continuation: where it runs, and how often it is saved and logged.
 FREE = ("log_every", "save_every", "device", "devices", "nodes", "capture")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bilip._torch import Replayed
 from bilip.auditing.probes.region import Region
 from bilip.auditing.round_trip import Typical, distances, norms
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, in_dtype
 from bilip.errors import NotMeasured, said_by
 from bilip.linalg.lanczos import largest_singular_value
 from bilip.linalg.linearized import Linearized
@@ -126,9 +126,7 @@ class Route:
 
     def copy_in(self, dtype: torch.dtype) -> Route:
         """The same route through a copy of the model in another dtype."""
-        context = self.context
-        if context is not None and context.is_floating_point():
-            context = context.to(dtype)
+        context = in_dtype(self.context, dtype)
         return Route(self.subject.copy_in(dtype), context, latent=self.latent, typical=self.typical)
 
     @contextlib.contextmanager

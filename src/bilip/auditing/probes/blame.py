@@ -17,7 +17,7 @@ from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
-from bilip.auditing.subject import Subject, run_guarded
+from bilip.auditing.subject import Subject, in_dtype, run_guarded
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
@@ -92,7 +92,7 @@ class Blame(Probe):
 
     @torch.no_grad()
     def _measure(self, subject: Subject, source: Source) -> Measurement:
-        batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=subject.dtype, device=subject.device)))
+        batch = source.first(self.samples, dtype=subject.dtype, device=subject.device)
         parts, context, notes = subject.parts, batch.context, []
         broken, sizes = broken_weight(subject), Typical(None, typical(source).scale)
         stored = [batch.x]
@@ -113,9 +113,8 @@ class Blame(Probe):
             absolute.append(all_.l2.cpu())
             self.progress(1 - k / len(parts))
         local, carried, absolute = local[::-1], carried[::-1], [*absolute[::-1], torch.zeros(len(batch.x))]
-        grown = [
-            (a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)
-        ]  # without what is born in the block
+        # Without what is born in the block.
+        grown = [(a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)]
         wrong = ~(carried[0] <= subject.half_digits)
         chosen = wrong if bool(wrong.any()) else ~wrong
         rows: list[dict] = []
@@ -167,9 +166,8 @@ class Blame(Probe):
             for one in found:
                 gain, carried = one.gain.cpu(), distances(one.stored, one.carried).relative.cpu()
                 known = chosen & torch.isfinite(gain)
-                born = bool(
-                    (norms(one.arrived - one.after)[chosen.to(one.after.device)] == 0).all()
-                )  # nothing was wrong before
+                # Whether nothing was wrong before.
+                born = bool((norms(one.arrived - one.after)[chosen.to(one.after.device)] == 0).all())
                 rows.append(
                     {
                         "block": f"{name}.{one.name}",
@@ -199,8 +197,7 @@ class Blame(Probe):
             notes.append(str(why))
             return found
         x = x[: self.spectra].double()
-        given = None if context is None else context[: self.spectra]
-        given = given.double() if given is not None and given.is_floating_point() else given
+        given = None if context is None else in_dtype(context[: self.spectra], torch.float64)
         for k, (name, part) in enumerate(double.parts):
             try:
                 linear = LinearPart(part, x, given, name)

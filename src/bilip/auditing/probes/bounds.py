@@ -101,7 +101,7 @@ class Bounds(Probe):
         return Measurement(self.name, source.name, values=values, rows=rows, notes=tuple(bound.remarks()))
 
     def _measured(self, subject: Subject, source: Source) -> dict[str, float]:
-        batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))
+        batch = source.first(self.samples, dtype=torch.float64, device=subject.device)
         try:
             found = extremes(subject, batch.x, batch.context, steps=self.steps)
         except NotMeasured:

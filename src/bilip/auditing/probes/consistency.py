@@ -162,7 +162,7 @@ def _rows(context: Tensor | None, count: int) -> Tensor | None:
 
 
 def _first(source: Source, count: int, subject: Subject) -> tuple[Tensor, Tensor | None]:
-    batch = next(iter(source.batches(count, limit=count, dtype=subject.dtype, device=subject.device)))
+    batch = source.first(count, dtype=subject.dtype, device=subject.device)
     return batch.x, batch.context
 
 

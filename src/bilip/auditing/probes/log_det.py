@@ -13,7 +13,7 @@ from bilip import _linalg
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
-from bilip.auditing.subject import Outcome, Subject
+from bilip.auditing.subject import Outcome, Subject, in_dtype
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
 from bilip.data import Batch, Source
@@ -32,9 +32,8 @@ _EXACT = 1024
 _LARGE = 4096  # the same for lists of features, where the budget is not the smallest: some 20 s a point on one core
 _DENSE = 64  # dimensions up to which Jacobians of many points are taken at once
 _OFF = 1e-3  # nats per dimension from which a point counts as off
-_ROUNDED = (
-    2.5e-4  # nats per dimension that rounding may move the log-determinant of a Jacobian by; else it says nothing
-)
+# Nats per dimension that rounding may move the log-determinant of a Jacobian by; else it says nothing.
+_ROUNDED = 2.5e-4
 _FACTOR = 64 * torch.finfo(torch.float64).eps
 
 
@@ -182,12 +181,8 @@ class LogDet(Probe):
     def _draws(self, subject: Subject, batch: Batch, size: int) -> int:
         few = batch.take(slice(_FEW))
         first, second = (subject.forward_and_log_det(few.x, few.context).values[1].double() for _ in range(2))
-        apart = ((first - second).abs() / size).nan_to_num(0.0, 0.0)
-        return (
-            _DRAWS
-            if float(apart.max()) > 10 * subject.eps * float(1 + (first.abs() / size).nan_to_num(0.0, 0.0).max())
-            else 1
-        )
+        apart, largest = (float((x.abs() / size).nan_to_num(0.0, 0.0).max()) for x in (first - second, first))
+        return _DRAWS if apart > 10 * subject.eps * (1 + largest) else 1
 
     def _against_jacobian(
         self, subject: Subject, batch: Batch, suspicion: Tensor, draws: int, size: int, notes: list[str]
@@ -195,14 +190,11 @@ class LogDet(Probe):
         batch = _suspicious_too(subject, batch, suspicion, max(self.samples, self.many))
         rows = self._at_once(subject, batch, size) if draws == 1 and size <= _DENSE else []
         for k in range(0 if rows else min(self.samples, len(batch))):
-            x, context = batch.x[k : k + 1], None if batch.context is None else batch.context[k : k + 1]
+            one = batch.take(slice(k, k + 1))
             try:
-                reference = Reference(subject).subject
-                wide = context.double() if context is not None and context.is_floating_point() else context
-                _, claims, spread = _averaged(
-                    reference.forward_and_log_det, x.double(), wide, 1 if draws == 1 else _CLAIMS
-                )
-                true = _reference(subject, x, context, self.exact, self.steps)
+                claim, wide = Reference(subject).subject.forward_and_log_det, in_dtype(one.context, torch.float64)
+                _, claims, spread = _averaged(claim, one.x.double(), wide, 1 if draws == 1 else _CLAIMS)
+                true = _reference(subject, one.x, one.context, self.exact, self.steps)
             except NotMeasured as why:
                 if str(why) not in notes:
                     notes.append(str(why))
@@ -237,14 +229,14 @@ class LogDet(Probe):
         count = min(many, len(batch))
         if count <= self.samples:
             return []
-        x, context = batch.x[:count], None if batch.context is None else batch.context[:count]
-        wide = context.double() if context is not None and context.is_floating_point() else context
+        few = batch.take(slice(count))
         try:
-            claims = Reference(subject).subject.forward_and_log_det(x.double(), wide)
+            wide = in_dtype(few.context, torch.float64)
+            claims = Reference(subject).subject.forward_and_log_det(few.x.double(), wide)
             if bool(claims.failed.any()):
                 return []
-            total = torch.zeros(2, count, dtype=torch.float64, device=x.device)
-            for part in subject.linearized(x, context).parts:
+            total = torch.zeros(2, count, dtype=torch.float64, device=few.x.device)
+            for part in subject.linearized(few.x, few.context).parts:
                 if not part.part.rearranges:
                     total = total + torch.stack(_log_dets(part.jacobians()))
         except (BilipError, RuntimeError, ValueError, TypeError):

@@ -14,7 +14,7 @@ from bilip.auditing.budget import Budget
 from bilip.auditing.float32 import float32_products
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import Typical, distances, norms, typical
-from bilip.auditing.subject import Outcome, Subject, run_guarded
+from bilip.auditing.subject import Outcome, Subject, in_dtype, run_guarded
 from bilip.data import Source
 from bilip.errors import BilipError, InputError, NotMeasured
 from bilip.linalg.lanczos import largest_singular_value
@@ -207,8 +207,7 @@ def _compare(model: FormatModel, x: Tensor, context: Tensor | None, sizes: Typic
     z = forward.value
     back = model.inverse(z, context)
     found = distances(x, back.value, sizes)
-    exact, wide = model.reference, None if context is None or not context.is_floating_point() else context.double()
-    wide = context if wide is None else wide
+    exact, wide = model.reference, in_dtype(context, torch.float64)
     z_exact = exact.forward(x.double(), wide).value
     home = exact.inverse(z_exact, wide).value
     there = exact.inverse(z.double(), wide).value

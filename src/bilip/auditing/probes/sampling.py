@@ -153,7 +153,7 @@ class Sampling(Probe):
                 bits.append(_bits(subject, x, context, size))
             test.bad = found.add(subject, reference, z, drawn, context, start)
             self.progress(test.progress)
-        data = next(iter(source.batches(self.batch, limit=self.batch, dtype=subject.dtype, device=subject.device)))
+        data = source.first(self.batch, dtype=subject.dtype, device=subject.device)
         data_bits = _bits(subject, data.x, data.context, size)
         all_bits = torch.cat(bits)
         gap = abs(_median(all_bits) - _median(data_bits))
@@ -413,8 +413,7 @@ def _bits(subject: Subject, x: Tensor, context: Tensor | None, size: int) -> Ten
         return torch.full((len(x),), math.nan)
     with torch.no_grad():
         finite = torch.isfinite(z.flatten(1)).all(1)
-        safe = torch.where(finite.view(-1, *[1] * (z.ndim - 1)), z, torch.zeros_like(z))
-        log_prob = subject.base.log_prob(safe, context).double() + log_det.double()
+        log_prob = subject.base.log_prob(_filled(z, finite), context).double() + log_det.double()
     log_prob = torch.where(finite, log_prob, torch.full_like(log_prob, math.nan))
     return (-log_prob / (size * math.log(2))).cpu()
 

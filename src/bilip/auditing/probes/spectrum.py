@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.subject import Subject
+from bilip.auditing.subject import Subject, in_dtype
 from bilip.data import Batch, Source
 from bilip.errors import NotMeasured
 from bilip.linalg.jacobian import jvp_many
@@ -89,7 +89,7 @@ def _columns(subject: Subject, x: Tensor, context: Tensor | None, directions: Te
     dtype = directions.dtype
     converted = subject.copy_in(dtype)
     point = x.detach().to(dtype)
-    given = context.to(dtype) if context is not None and context.is_floating_point() else context
+    given = in_dtype(context, dtype)
 
     def function(y: Tensor) -> Tensor:
         rows = given if given is None or len(given) == len(y) else given.expand(len(y), *given.shape[1:])
@@ -233,12 +233,12 @@ class Spectrum(Probe):
         }
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
-        batch = next(iter(source.batches(self.samples, limit=self.samples, dtype=torch.float64, device=subject.device)))
+        batch = source.first(self.samples, dtype=torch.float64, device=subject.device)
         size = math.prod(source.shape)
         exact = size <= self.exact
         rows, notes, all_values = [], [], []
         for k in range(len(batch)):
-            one = Batch(batch.x[k : k + 1], None if batch.context is None else batch.context[k : k + 1], k)
+            one = replace(batch.take(slice(k, k + 1)), start=k)
             try:
                 row, values, note = self._exact(subject, one) if exact else self._lanczos(subject, one)
             except NotMeasured as why:

@@ -14,7 +14,7 @@ from bilip.auditing.budget import Budget
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.round_trip import distances, typical
-from bilip.auditing.subject import Outcome, Subject, run_guarded
+from bilip.auditing.subject import Outcome, Subject, in_dtype, run_guarded
 from bilip.data import Source
 from bilip.errors import InputError, NotMeasured
 from bilip.record import Measurement, Quantity
@@ -88,10 +88,9 @@ def trust_flags(
             f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}."
         )
     x = x.detach().to(subject.device, subject.dtype)
-    if context is not None:
-        context = context.to(subject.device, subject.dtype if context.is_floating_point() else None)
+    given = None if context is None else in_dtype(context.to(subject.device), subject.dtype)
     with subject.evaluating():
-        return _flags(subject, x, context, tolerance, log_det_tolerance, condition)
+        return _flags(subject, x, given, tolerance, log_det_tolerance, condition)
 
 
 def _flags(
@@ -137,8 +136,7 @@ def _pair(outcome: Outcome) -> tuple[Tensor, Tensor]:
 def _conditions(subject: Subject, x: Tensor, context: Tensor | None) -> Tensor:
     """Condition numbers, infinite for samples whose forward pass is not finite in float64."""
     double = subject.copy_in(torch.float64)
-    wide = context.double() if context is not None and context.is_floating_point() else context
-    finite = torch.isfinite(double.forward(x.double(), wide).value.flatten(1)).all(1)
+    finite = torch.isfinite(double.forward(x.double(), in_dtype(context, torch.float64)).value.flatten(1)).all(1)
     found = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
     if bool(finite.any()):
         rows = None if context is None else context[finite]
@@ -211,9 +209,8 @@ class _Tally:
     round_trip: int = 0
     log_det: int = 0
     condition: int | None = None
-    seen: dict[bool, Tensor] = field(
-        default_factory=dict
-    )  # one buffer each: many small tensors would fragment the heap
+    # One buffer each: many small tensors would fragment the heap.
+    seen: dict[bool, Tensor] = field(default_factory=dict)
     filled: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     has_base: bool = False
 
