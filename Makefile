@@ -69,7 +69,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/penalties.py --out results/regularizers/cure.json
 
 table: $(READY)
-	$(BIN)/python -c "from bilip.recipes.table import write_table; write_table('docs/recipes.md', 'results')"
+	$(BIN)/python -c "from bilip.recipes.page import write_table; write_table('docs/recipes.md', 'results')"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,7 @@ import torch
 
 from bilip.errors import BilipError, CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, Recipe, configured, find, names, reproduce, runner
-from bilip.recipes.table import BEGIN, END, results_table, status, write_table
+from bilip.recipes.page import BEGIN, END, results_table, status, write_table
 from bilip.record import read_json, write_json
 from bilip.training import read_state
 

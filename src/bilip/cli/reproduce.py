@@ -144,7 +144,7 @@ def _table(outcome: Outcome) -> Table:
 
 def _show_all() -> None:
     from bilip.recipes import SIZES, find, names
-    from bilip.recipes.table import status
+    from bilip.recipes.page import status
 
     console = Console(highlight=False)
     for name in names():

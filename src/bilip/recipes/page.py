@@ -1,4 +1,4 @@
-"""Does the paper hold? One self-contained HTML page from `results/`.
+"""Does the paper hold? One self-contained HTML page from `results/`, and the table in the docs.
 
 `results/claims.json` lists what the paper claims, in its order, with a status and the evidence for it. The numbers, figures, seeds, devices
 and commands come from `results/NAME/ours.json`, so that a recipe that is run later is on the page without a change of this file.
@@ -17,9 +17,10 @@ from typing import Any
 from bilip.errors import InputError, RecordError, need
 from bilip.recipes.parts import SCHEMA
 from bilip.recipes.recipe import SIZES
+from bilip.recipes.runner import names
 from bilip.record import read_json, write_aside
 
-__all__ = ["STATUSES", "Claim", "read_claims", "to_page", "write_page"]
+__all__ = ["STATUSES", "Claim", "read_claims", "results_table", "status", "to_page", "write_page", "write_table"]
 
 STATUSES = {
     "reproduced": "Reproduced",
@@ -38,6 +39,7 @@ KINDS = {
 }
 NEEDED = ("label", "kind", "title", "says", "status", "why", "evidence")
 EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
+BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"  # of the table
 FEW = 14  # lines of a table that are shown at once; the others are folded
 
 
@@ -280,3 +282,81 @@ def _pictures(
             found.append({"name": path.stem, "size": size, "data": data, "above": above})
         return found
     return []
+
+
+# ---- what there is of results, and the table in the docs
+
+
+def _found(name: str, *roots: str | Path) -> dict[str, Any]:
+    """The runs of a recipe, by size, in the first of some folders that holds any."""
+    for root in roots or ("runs", "results"):
+        try:
+            found = read_json(Path(root) / name / "ours.json")["runs"]
+        except (RecordError, KeyError, TypeError):
+            continue
+        whole = isinstance(found, dict) and all(isinstance(run, dict) and "lines" in run for run in found.values())
+        if whole and found:
+            return found
+    return {}
+
+
+def status(name: str, size: str, *roots: str | Path) -> str:
+    """In a word, what there is of a recipe at a size: in `runs/` or `results/` here.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     status("checkerboard", "paper", folder)
+        'not run'
+    """
+    run = _found(name, *roots).get(size)
+    if run is None:
+        return "not run"
+    judged = [line["holds"] for line in run["lines"] if line["holds"] is not None]
+    return f"{sum(judged)} of {len(judged)} statements agree, {_seeds(run)} ({run['device']})"
+
+
+def results_table(results: str | Path) -> str:
+    """What was judged, as a Markdown table, from `results/*/ours.json`: the smallest and the largest size that were run, one of them
+    where both say the same.
+    """
+    rows, notes = ["| recipe | statement | paper | ours, seed by seed | agrees |", "|---|---|---|---|---|"], []
+    for name in names():
+        before: list[dict[str, Any]] = []
+        found = _found(name, results)
+        ran = [size for size in SIZES if size in found]
+        for size in dict.fromkeys(ran[:1] + ran[-1:]):
+            run = found[size]
+            lines = [line for line in run["lines"] if line["holds"] is not None or line.get("key")]
+            if lines == before:
+                continue
+            before = lines
+            for k, line in enumerate(lines):
+                head = f"`{name}`, {size}" if k == 0 else ""
+                cells = [
+                    head,
+                    line["what"],
+                    line["paper"],
+                    line["ours"],
+                    {True: "yes", False: "**no**", None: ""}[line["holds"]],
+                ]
+                rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+            other = f", {', '.join(run['other_than_paper'])}" if size == "paper" and run["other_than_paper"] else ""
+            where = f"{run['device']}, torch {run['environment'].get('torch', '?')}"
+            notes.append(f"{name} {size}{other}: {_seeds(run)}, {where}")
+    return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"
+
+
+def write_table(page: str | Path, results: str | Path) -> None:
+    """Put the table between its marks."""
+    text = Path(page).read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise InputError(f"{page} has no place for the table: expected one {BEGIN} and one {END}.")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    write_aside(page, f"{before}{BEGIN}\n{results_table(results)}\n{END}{after}")
+
+
+def _seeds(run: dict[str, Any]) -> str:
+    count = len(run["measured"])
+    return f"{count} seeds" if count > 1 else "1 seed"
