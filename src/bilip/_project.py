@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import InputError
+from bilip.errors import InputError, nearest
 
 __all__ = ["Project", "find_project"]
 
@@ -116,8 +115,7 @@ def _known(where: str, table: Any, known: tuple[str, ...]) -> None:
         raise InputError(f"{where} is {table!r:.80}; expected a table with {', '.join(known)}.")
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key.replace("-", "_").lower(), known, 1, 0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = nearest(key.replace("-", "_").lower(), known)
             raise InputError(f"{where} has an unknown key {key!r}; the known ones are {', '.join(known)}.{hint}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -25,9 +27,21 @@ __all__ = [
     "Stopped",
     "TrainingDiverged",
     "UnknownLipschitz",
+    "nearest",
     "need",
     "said_by",
 ]
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """` Did you mean ...?` for a word that is close to a known one, to end a sentence with; else nothing.
+
+    Example:
+        >>> nearest("chekerboard", ["checkerboard", "coupling_depth"])
+        " Did you mean 'checkerboard'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def said_by(error: BaseException, most: int = 300) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import sys
@@ -17,7 +16,7 @@ from bilip._progress import bar
 from bilip.cli._arguments import listed, named_files, require_page, require_writable
 from bilip.cli._ending import Stop
 from bilip.cli._processes import Processes, processes
-from bilip.errors import InputError
+from bilip.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from bilip.record import AuditRecord
@@ -203,9 +202,7 @@ def _require_uses(required: list[str], path: Path | None) -> None:
     where = "--require" if path is None else f"{path}: [tool.bilip] require:"
     for use in required:
         if use not in USES:
-            near = difflib.get_close_matches(use, USES, 1, 0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"{where} {use}: expected {', '.join(USES)}.{hint}")
+            raise InputError(f"{where} {use}: expected {', '.join(USES)}.{nearest(use, USES)}")
 
 
 def _limits(entries: list[str]) -> dict[str, float]:
@@ -215,9 +212,8 @@ def _limits(entries: list[str]) -> dict[str, float]:
     for entry in entries:
         name, _, value = entry.partition("=")
         if name not in LIMITS or name == "more":
-            near = difflib.get_close_matches(name, LIMITS, 1, 0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"--limit {entry}: expected NAME=NUMBER with a name of {', '.join(LIMITS[:-1])}.{hint}")
+            known, hint = ", ".join(LIMITS[:-1]), nearest(name, LIMITS)
+            raise InputError(f"--limit {entry}: expected NAME=NUMBER with a name of {known}.{hint}")
         try:
             found[name] = float(value)
         except ValueError as error:

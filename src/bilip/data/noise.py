@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import zlib
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from bilip.data.rows import ChunkRows, MappedRows, Rows
 from bilip.data.source import Source
-from bilip.errors import InputError
+from bilip.errors import InputError, nearest
 
 __all__ = ["NOISE_NAMES", "noise"]
 
@@ -167,8 +166,7 @@ def parse(spec: str) -> tuple[str, float]:
         raise InputError(f"noise({spec!r}): expected a string such as 'uniform' or 'uniform:2'.")
     kind, colon, text = spec.partition(":")
     if kind not in NOISE_NAMES:
-        near = difflib.get_close_matches(kind.lower(), NOISE_NAMES, 1, 0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = nearest(kind.lower(), NOISE_NAMES)
         raise InputError(f"noise({spec!r}): the kinds of noise are {', '.join(NOISE_NAMES)}.{hint}")
     try:
         factor = float(text) if colon else {"scaled": 10.0, "near": 1.5}.get(kind, 1.0)

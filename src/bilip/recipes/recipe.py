@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from bilip.errors import CheckpointError, InputError, TrainingDiverged
+from bilip.errors import CheckpointError, InputError, TrainingDiverged, nearest
 from bilip.record import read_json, to_plain, write_json
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ __all__ = [
     "Work",
     "configured",
     "differences",
-    "nearest",
     "percent",
     "require",
     "runs_of_part",
@@ -288,7 +286,7 @@ def configured(defaults: C, changes: Sequence[str]) -> C:
         if not equals:
             raise InputError(f"--set {change}: expected key=value.")
         if key not in kinds:
-            raise InputError(f"--set {key}: there is no such key. {nearest(key, kinds)}There are {', '.join(kinds)}.")
+            raise InputError(f"--set {key}: there is no such key.{nearest(key, kinds)} There are {', '.join(kinds)}.")
         found[key] = _read(key, text.strip(), kinds[key])
     return dataclasses.replace(defaults, **found)  # type: ignore[type-var]
 
@@ -344,17 +342,6 @@ def differences(config: Any, other: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def nearest(word: str, known: Sequence[str] | Any) -> str:
-    """`Did you mean ...? `, or nothing.
-
-    Example:
-        >>> nearest("chekerboard", ["checkerboard", "coupling_depth"])
-        "Did you mean 'checkerboard'? "
-    """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

@@ -19,9 +19,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import BilipError, InputError, Stopped
+from bilip.errors import BilipError, InputError, Stopped, nearest
 from bilip.recipes.parts import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
-from bilip.recipes.recipe import SIZES, Line, Recipe, configured, differences, nearest
+from bilip.recipes.recipe import SIZES, Line, Recipe, configured, differences
 from bilip.record import environment, read_json, to_plain, write_json
 
 __all__ = ["Outcome", "find", "names", "reproduce", "side_by_side"]
@@ -87,7 +87,7 @@ def find(name: str) -> Recipe:
     import importlib
 
     if name not in MODULES:
-        raise InputError(f"there is no recipe {name!r}. {nearest(name, MODULES)}There are {', '.join(MODULES)}.")
+        raise InputError(f"there is no recipe {name!r}.{nearest(name, MODULES)} There are {', '.join(MODULES)}.")
     return importlib.import_module(MODULES[name]).RECIPE
 
 
@@ -133,7 +133,7 @@ def reproduce(
     """
     recipe = find(name)
     if size not in SIZES:
-        raise InputError(f"--size {size}: expected {', '.join(SIZES)}. {nearest(size, SIZES)}".rstrip())
+        raise InputError(f"--size {size}: expected {', '.join(SIZES)}.{nearest(size, SIZES)}")
     config = configured(recipe.sizes[size], changes)
     device = "cpu" if collect else _device(recipe, size, device)
     if not seeds or any(not isinstance(seed, int) or seed < 0 for seed in seeds):
@@ -216,7 +216,7 @@ def _chosen(recipe: Recipe, config: Any, parts: Sequence[str] | None) -> list[st
     for part in parts:
         if not recipe.has(part, config):
             raise InputError(
-                f"--parts {part}: there is no such part. {nearest(part, known)}There are {', '.join(known)}."
+                f"--parts {part}: there is no such part.{nearest(part, known)} There are {', '.join(known)}."
             )
     if not parts:
         raise InputError(f"--parts: expected one or more of {', '.join(known)}.")

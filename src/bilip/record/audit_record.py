@@ -7,7 +7,6 @@ reads like one of these gets a backslash in front. What each probe measures, and
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from bilip.errors import InputError, RecordError
+from bilip.errors import InputError, RecordError, nearest
 from bilip.record.files import read_file, write_aside
 from bilip.record.measurement import Histogram, Measurement, Picture, Quantity, quantity_named
 from bilip.record.plain import MOST, from_plain, parse_json, to_plain
@@ -128,9 +127,10 @@ class AuditRecord:
             raise InputError(f"passed(not_measured={not_measured!r}): expected 'fail' or 'pass'.")
         for use in uses:
             if use not in self.verdicts:
-                near = difflib.get_close_matches(str(use), self.verdicts, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                known = ", ".join(map(repr, self.verdicts)) or "none"
+                known, hint = (
+                    ", ".join(map(repr, self.verdicts)) or "none",
+                    nearest(str(use), self.verdicts, cutoff=0.6),
+                )
                 raise InputError(f"passed({use!r}): the uses that this record judges are {known}.{hint}")
         if self.settings.get("ended"):  # the model ended the program: what was measured before says nothing
             return False

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import html
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bilip.errors import InputError, MissingExtra
+from bilip.errors import InputError, MissingExtra, nearest
 from bilip.record import AuditRecord
 from bilip.report.parts import Figure, Fold, Part
 from bilip.report.sections import sections
@@ -102,11 +101,9 @@ def plot(record: AuditRecord, what: str = "errors", *, which: int = 0) -> Drawn:
     if what not in figures:  # by its probe
         what = {"reconstruction": "errors"}.get(what, str(what).replace("_", "-"))
     if what not in figures:
-        near = difflib.get_close_matches(str(what), figures, 1)
         known = ", ".join(dict.fromkeys(map(repr, figures))) or "none"
-        raise InputError(
-            f"plot({what!r}): the figures of this record are {known}." + (f" Did you mean {near[0]!r}?" if near else "")
-        )
+        hint = nearest(str(what), figures, cutoff=0.6)
+        raise InputError(f"plot({what!r}): the figures of this record are {known}.{hint}")
     if not isinstance(which, int) or not -len(figures[what]) <= which < len(figures[what]):
         raise InputError(f"plot({what!r}, which={which!r}): there are {len(figures[what])}, counted from 0.")
     return _drawn(figures[what][which])
