@@ -10,7 +10,7 @@ from typing import Any
 
 from bilip.errors import InputError
 from bilip.recipes import figures
-from bilip.recipes.recipe import Figures, Found, Line, Measured, short
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, short
 
 __all__ = ["GRID", "TABLE", "Run", "classifier_figures", "classifier_lines", "curve", "shown"]
 
@@ -163,26 +163,13 @@ def _regularized(runs: Runs, model: str, epochs: int, table: Mapping[str, Number
         if not pairs:
             continue
         before, after = table[f"{model}-none"], table[f"{model}-{kind}"]
-        name, when = f"{NAMES[model]}, {kind.upper()} against none", f"{epochs} epochs"
+        add, when = Topic(f"{NAMES[model]}, {kind.upper()} against none", lines).add, f"{epochs} epochs"
         gains = [100 * (b["test_accuracy"] - a["test_accuracy"]) for a, b in pairs]
-        orders, said = (
-            [_orders(a["condition"], b["condition"]) for a, b in pairs],
-            _orders(before["condition"], after["condition"]),
-        )
-        lines += [
-            Line(
-                f"{name}: accuracy, {when}",
-                f"{after['accuracy'] - before['accuracy']:+.2f} points",
-                "; ".join(f"{gain:+.2f}" for gain in gains),
-                all(gain >= -POINTS for gain in gains),
-            ),
-            Line(
-                f"{name}: condition number, orders of magnitude below, {when}",
-                f"{said:.1f}",
-                "; ".join(f"{gain:.1f}" for gain in orders),
-                all(gain >= said - 1 for gain in orders),
-            ),
-        ]
+        points = f"{after['accuracy'] - before['accuracy']:+.2f} points"
+        add(f"accuracy, {when}", points, [f"{gain:+.2f}" for gain in gains], [gain >= -POINTS for gain in gains])
+        said, what = _orders(before["condition"], after["condition"]), "condition number, orders of magnitude below"
+        orders = [_orders(a["condition"], b["condition"]) for a, b in pairs]
+        add(f"{what}, {when}", f"{said:.1f}", [f"{n:.1f}" for n in orders], [n >= said - 1 for n in orders])
     return lines
 
 

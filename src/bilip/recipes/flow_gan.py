@@ -549,36 +549,28 @@ def _runs(found: Found) -> dict[Run, list[Measured]]:
 def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
     """What the appendix says, for one kind of coupling, of the runs that there are."""
     mle, gan, both = (runs.get(Run(kind, objective)) for objective in OBJECTIVES)
-    lines = []
+    lines: list[Line] = []
+    add = Topic(kind, lines).add
     if gan:
-        holds = all(exploded(m.numbers, m.arrays) for m in gan)
-        ours = "; ".join(f"{_bits(m)}, condition number up to {_steepest(m)}{_end(m)}" for m in gan)
-        lines.append(Line(f"{kind}: GAN alone explodes", "yes, often within a few hundred steps", ours, holds))
+        holds = [exploded(m.numbers, m.arrays) for m in gan]
+        add("GAN alone explodes", "yes, often within a few hundred steps", map(_way, gan), holds)
     if both:
-        holds = not any(exploded(m.numbers, m.arrays) for m in both)
-        ours = "; ".join(f"{_bits(m)}, condition number up to {_steepest(m)}{_end(m)}" for m in both)
-        lines.append(Line(f"{kind}: likelihood beside the GAN keeps it finite", "yes", ours, holds))
+        holds = [not exploded(m.numbers, m.arrays) for m in both]
+        add("likelihood beside the GAN keeps it finite", "yes", map(_way, both), holds)
     if both and mle:
-        pairs = list(zip(both, mle, strict=False))
-        better = all(b.numbers["samples"]["kid"] < m.numbers["samples"]["kid"] for b, m in pairs)
-        ours = "; ".join(f"KID {_kid(b.numbers['samples'])} against {_kid(m.numbers['samples'])}" for b, m in pairs)
-        lines.append(Line(f"{kind}: better samples than MLE alone", "yes (FID 420 against 790)", ours, better))
-        cost = all(not b.numbers["diverged"] and b.numbers["test_bits"] - m.numbers["test_bits"] < 1 for b, m in pairs)
-        ours = "; ".join(f"{b.numbers['test_bits']:.2f} against {m.numbers['test_bits']:.2f}" for b, m in pairs)
-        lines.append(Line(f"{kind}: the likelihood stays competitive", "4 against 3.77 bits", ours, cost))
+        pairs = [(b.numbers, m.numbers) for b, m in zip(both, mle, strict=False)]
+        better = [b["samples"]["kid"] < m["samples"]["kid"] for b, m in pairs]
+        ours = [f"KID {_kid(b['samples'])} against {_kid(m['samples'])}" for b, m in pairs]
+        add("better samples than MLE alone", "yes (FID 420 against 790)", ours, better)
+        cost = [not b["diverged"] and b["test_bits"] - m["test_bits"] < 1 for b, m in pairs]
+        ours = [f"{b['test_bits']:.2f} against {m['test_bits']:.2f}" for b, m in pairs]
+        add("the likelihood stays competitive", "4 against 3.77 bits", ours, cost)
     if both and mle and gan:
-        ordered = all(
-            b.numbers["samples"]["fid"] < m.numbers["samples"]["fid"] < g.numbers["samples"]["fid"]
-            for b, m, g in zip(both, mle, gan, strict=False)
-        )
-        ours = "; ".join(
-            " < ".join(
-                f"{name} {value:.3g}"
-                for value, name in sorted((m.numbers["samples"]["fid"], OBJECTIVES[o]) for o, m in trio)
-            )
-            for trio in (zip(OBJECTIVES, some, strict=True) for some in zip(mle, gan, both, strict=False))
-        )
-        lines.append(Line(f"{kind}: order of FID", "Flow-GAN 420 < MLE 790 < GAN 850", ours, ordered))
+        trios = [[m.numbers["samples"]["fid"] for m in trio] for trio in zip(mle, gan, both, strict=False)]
+        ordered = [b < m < g for m, g, b in trios]
+        named = [sorted(zip(trio, OBJECTIVES.values(), strict=True)) for trio in trios]
+        ours = [" < ".join(f"{name} {value:.3g}" for value, name in trio) for trio in named]
+        add("order of FID", "Flow-GAN 420 < MLE 790 < GAN 850", ours, ordered)
     return lines
 
 
@@ -613,12 +605,13 @@ def _bits(m: Measured) -> str:
     return f"{value} bits{lost}{peak}{at}"
 
 
-def _end(m: Measured) -> str:
-    """How training ended, where it diverged."""
+def _way(m: Measured) -> str:
+    """Likelihood and condition number along training, and how that ended where it diverged."""
+    way = f"{_bits(m)}, condition number up to {_steepest(m)}"
     if not m.numbers["diverged"]:
-        return ""
+        return way
     lost = percent(m.numbers["samples"]["share_non_finite"])
-    return f"; diverged in step {m.numbers['measured_at'] + 1:,}, {lost} of the samples not finite"
+    return f"{way}; diverged in step {m.numbers['measured_at'] + 1:,}, {lost} of the samples not finite"
 
 
 def _worst(m: Measured) -> float:

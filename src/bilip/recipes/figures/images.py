@@ -5,7 +5,7 @@ belong together column by column (figures samplingIssues and attacksResflow).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from bilip.errors import InputError
 from bilip.recipes.figures import checks, style
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["image_rows", "reconstructions"]
@@ -60,14 +61,10 @@ def reconstructions(
         for cell in cells[len(mosaics) :]:
             cell.remove()
         for k, (axes, (title, mosaic)) in enumerate(zip(cells, mosaics.items(), strict=False)):
-            axes.imshow(mosaic, interpolation="nearest")
-            axes.grid(visible=False)
-            axes.set_xticks([])
+            _show(axes, mosaic)
             names = [line.strip() for line in rows.split("\n")] if k % across == 0 else []
             axes.set_yticks([mosaic.shape[0] * (2 * i + 1) / 4 for i in range(len(names))], names)
             axes.tick_params(length=0)
-            for side in axes.spines.values():
-                side.set_visible(False)
             if notes:
                 style.heading(axes, title, notes.get(title, ""), width / across)
             else:
@@ -85,15 +82,9 @@ def _mosaic(images: Any, broken: Any, title: str) -> np.ndarray:
             f"groups[{title!r}] has shapes {images.shape} and {broken.shape}; expected (count, 2, height, width, 3) and the same without "
             "the colours."
         )
-    shown = np.where(broken[..., None] != 0, CYAN, images.astype(np.uint8))
-    count, _, height, width, _ = shown.shape
-    gap = max(1, height // 16)
-    out = np.full((2 * height + gap, count * (width + gap) - gap, 3), 255, np.uint8)
-    for k in range(count):
-        left = k * (width + gap)
-        out[:height, left : left + width] = shown[k, 0]
-        out[height + gap :, left : left + width] = shown[k, 1]
-    return out
+    above, below = (_side_by_side(images[:, k], broken[:, k]) for k in (0, 1))
+    between = np.full((max(1, len(above) // 16), *above.shape[1:]), 255, np.uint8)
+    return np.concatenate((above, between, below))
 
 
 # ---- rows
@@ -135,13 +126,9 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
             page, bottom = figure.get_figwidth(), height - top + GAP
             wide = most * width * strip.shape[1] / whole
             axes = figure.add_axes((LABEL / page, bottom / height, wide / page, (inches - GAP) / height))
-            axes.imshow(strip, interpolation="nearest", aspect="auto")
-            axes.grid(visible=False)
-            axes.set_xticks([])
+            _show(axes, strip, aspect="auto")
             axes.set_yticks([])
             axes.set_ylabel(style.wrap(name, LABEL - 0.1), rotation=0, ha="right", va="center")
-            for side in axes.spines.values():
-                side.set_visible(False)
         if lost:
             figure.legend([Patch(facecolor="cyan")], ["Inf or NaN"], loc="upper center", borderaxespad=0.1)
         return style.finish(figure)
@@ -155,6 +142,14 @@ def _strip(images: Any, broken: Any, name: str) -> np.ndarray:
             f"rows[{name!r}] has shapes {images.shape} and {broken.shape}; expected (count, height, width, 3) and the same without the "
             "colours."
         )
+    return _side_by_side(images, broken)
+
+
+# ---- what both draw
+
+
+def _side_by_side(images: np.ndarray, broken: np.ndarray) -> np.ndarray:
+    """Images in one row on white, in cyan where a pixel is broken."""
     shown = np.where(broken[..., None] != 0, CYAN, images.astype(np.uint8))
     count, height, width, _ = shown.shape
     gap = max(1, height // 16)
@@ -162,3 +157,12 @@ def _strip(images: Any, broken: Any, name: str) -> np.ndarray:
     for k in range(count):
         out[:, k * (width + gap) : k * (width + gap) + width] = shown[k]
     return out
+
+
+def _show(axes: Axes, picture: np.ndarray, aspect: Literal["auto", "equal"] = "equal") -> None:
+    """Draw a picture without a grid, ticks across and a frame."""
+    axes.imshow(picture, interpolation="nearest", aspect=aspect)
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
