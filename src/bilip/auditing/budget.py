@@ -89,9 +89,6 @@ BUDGETS = {
         precision=128,
         repeats=10,
         gradients=128,
-        bad_share=0.001,
-        referenced=256,
-        log_dets=4,
     ),
     "thorough": Budget(
         samples=None,
@@ -107,7 +104,6 @@ BUDGETS = {
         precision=512,
         repeats=10,
         gradients=256,
-        bad_share=0.001,
         referenced=None,
         log_dets=16,
     ),

@@ -54,7 +54,7 @@ def bounds(
 
 def write_json(bound, target: str, path: Path) -> None:
     """The numbers of a bound, infinities as strings, whole or not at all."""
-    from bilip.record import write_aside
+    from bilip.record import to_plain, write_aside
 
     document = {
         "target": target,
@@ -62,15 +62,11 @@ def write_json(bound, target: str, path: Path) -> None:
         "domain": repr(bound.domain),
         "image": repr(bound.image),
         "given": bound.given,
-        "log_forward": _json(bound.log_forward),
-        "log_inverse": _json(bound.log_inverse),
+        "log_forward": bound.log_forward,
+        "log_inverse": bound.log_inverse,
         "blocks": [
-            {"name": b.name, "kind": b.kind, "log_forward": _json(b.log_forward), "log_inverse": _json(b.log_inverse)}
+            {"name": b.name, "kind": b.kind, "log_forward": b.log_forward, "log_inverse": b.log_inverse}
             for b in bound.blocks
         ],
     }
-    write_aside(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-def _json(value: float) -> float | str:
-    return value if abs(value) != float("inf") else ("inf" if value > 0 else "-inf")
+    write_aside(path, json.dumps(to_plain(document), indent=2, allow_nan=False) + "\n")

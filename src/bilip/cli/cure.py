@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cure", "cure_table"]
 
+COLOURS = {"cured": "bold green", "not safe": "red", "too costly": "red", "failed": "red"}
+
 
 def cure(
     target: Annotated[
@@ -123,26 +125,15 @@ def cure(
 def cure_table(result: Cure) -> Table:
     """What was tried, one line each."""
     table = Table(title="What was tried", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head, justify in (
-        ("rung", "left"),
-        ("what", "left"),
-        ("outcome", "left"),
-        ("held-out loss", "right"),
-        ("s", "right"),
-    ):
-        table.add_column(head, justify=justify)  # type: ignore[arg-type]
+    for head in ("rung", "what", "outcome"):
+        table.add_column(head)
+    for head in ("held-out loss", "s"):
+        table.add_column(head, justify="right")
     for attempt in result.tried:
-        rise = attempt.cost.get("rise")
-        colour = {"cured": "bold green", "not safe": "red", "too costly": "red", "failed": "red"}.get(
-            attempt.outcome, "dim"
-        )
-        words = (
-            attempt.what
-            if attempt.outcome == "cured"
-            else f"{attempt.what}: {attempt.reason}"
-            if attempt.what
-            else attempt.reason
-        )
+        rise, words = attempt.cost.get("rise"), attempt.what
+        colour = COLOURS.get(attempt.outcome, "dim")
+        if attempt.outcome != "cured":
+            words = f"{attempt.what}: {attempt.reason}" if attempt.what else attempt.reason
         table.add_row(
             attempt.rung,
             words,
@@ -156,20 +147,13 @@ def cure_table(result: Cure) -> Table:
 def _last_line(result: Cure) -> str:
     asked = ", ".join(result.uses)
     if result.status == "not needed":
-        return (
-            "Nothing to cure: the audit finds no use unsafe."
-            if not asked
-            else f"Nothing to cure: {asked} safe as it is."
-        )
+        return f"Nothing to cure: {f'{asked} safe as it is' if asked else 'the audit finds no use unsafe'}."
     if result.status == "cured":
         return f"[bold green]Cured[/bold green]: {asked} safe now. Done: {result.done}."
     if result.status == "best so far":
         return f"[bold]The best so far[/bold], not safe: {result.done}."
-    more = (
-        ""
-        if any(a.rung == "re-range" and a.outcome != "skipped" for a in result.tried)
-        else " Fine-tuning needs --train."
-    )
+    tuned = any(a.rung == "re-range" and a.outcome != "skipped" for a in result.tried)
+    more = "" if tuned else " Fine-tuning needs --train."
     return f"[bold red]Not cured[/bold red]: nothing that was tried makes {asked} safe.{more}"
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bilip.data.rows import ArrayRows, Rows, TensorRows, torch_dtype
-from bilip.errors import InputError, MissingExtra
+from bilip.errors import InputError, MissingExtra, need
 from bilip.record.files import open_regular
 from bilip.record.header import read_header
 
@@ -200,10 +200,7 @@ class _ZipRows(Rows):
 
 
 def _safetensors(path: Path) -> tuple[Rows, Rows | None]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingExtra(f"reading {path} needs safetensors: pip install 'bilip[train]'.") from error
+    safetensors = need("safetensors", f"reading {path}", "train")
     with open_regular(path, most=MOST) as raw:
         header = read_header(
             raw,
@@ -217,8 +214,8 @@ def _safetensors(path: Path) -> tuple[Rows, Rows | None]:
             raise InputError(f"{where} holds {entry.dtype}: expected {', '.join(sorted(DTYPES))}. Save it as F32.")
         _require_rows(where, entry.shape, 8)
     try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as error:
+        file = safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
     return _SliceRows(path, file, x), None if context is None else _SliceRows(path, file, context)
 

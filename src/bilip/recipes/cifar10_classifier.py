@@ -317,19 +317,9 @@ class Looks:
         finite = [a for a in bare if math.isfinite(a)]
         few = [self.train.plain(*rows) for rows in (fixed[:5] if self.guarded else ())]
         watched = [max(angles(model, few, guarded=True, keep_signs=keep), default=math.nan) for keep in (False, True)]
-        return dict(
-            zip(
-                ANGLES,
-                (
-                    sum(bare) / len(bare),
-                    sum(finite) / len(finite) if finite else math.nan,
-                    max(finite, default=math.nan),
-                    1 - len(finite) / len(bare),
-                    *watched,
-                ),
-                strict=True,
-            )
-        )
+        mean = sum(finite) / len(finite) if finite else math.nan
+        found = (sum(bare) / len(bare), mean, max(finite, default=math.nan), 1 - len(finite) / len(bare), *watched)
+        return dict(zip(ANGLES, found, strict=True))
 
     def after(self, work: Work) -> dict[str, Any]:
         """What is said of the trained model."""

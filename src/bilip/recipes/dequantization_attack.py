@@ -179,19 +179,13 @@ class DequantizationAttack(Recipe):
         for what, label, linear in (("median", "median L2 error", False), ("broken", "share broken", True)):
             panels: dict[str, dict[str, Any]] = {}
             for method, title in METHODS.items():
-                curves = {
-                    TITLES[part]
-                    + (
-                        f", {m.numbers['attack']['iterations']} iterations"
-                        if part == "residual" and method == "roundtrip"
-                        else ""
-                    ): (
-                        list(range(len(m.arrays[f"{method}_{what}"]))),
-                        m.arrays[f"{method}_{what}"].tolist(),
-                    )
-                    for part, m in first.items()
-                    if f"{method}_{what}" in m.arrays
-                }
+                curves = {}
+                for part, m in first.items():
+                    cut = part == "residual" and method == "roundtrip"
+                    more = f", {m.numbers['attack']['iterations']} iterations" if cut else ""
+                    if f"{method}_{what}" in m.arrays:
+                        values = m.arrays[f"{method}_{what}"].tolist()
+                        curves[f"{TITLES[part]}{more}"] = list(range(len(values))), values
                 if curves:
                     panels[f"{label}, {title}"] = curves
             lost = any(max(y) > 0 for curves in panels.values() for _, y in curves.values())

@@ -28,15 +28,7 @@ STATUSES = {
     "not reproduced": "Not reproduced",
     "not run": "Not run yet",
 }
-KINDS = {
-    "figure": "figure",
-    "table": "table",
-    "theorem": "theorem",
-    "lemma": "lemma",
-    "remark": "remark",
-    "hyperparameters": "hyperparameters",
-    "prose": "said in prose",
-}
+KINDS = ("figure", "table", "theorem", "lemma", "remark", "hyperparameters", "prose")
 NEEDED = ("label", "kind", "title", "says", "status", "why", "evidence")
 EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"  # of the table
@@ -49,7 +41,7 @@ class Claim:
 
     Attributes:
         label: That of `paper.tex`; claims without one there begin with `intro:` or `prose:`.
-        kind: A key of `KINDS`.
+        kind: One of `KINDS`.
         title: What it is about.
         says: What the paper says.
         status: A key of `STATUSES`.
@@ -153,14 +145,20 @@ def _document(root: Path) -> dict[str, Any]:
         raise InputError(
             f"{root} holds no claims.json: expected the folder results of bilip's repository, or a copy of it. Name it: --results FOLDER."
         )
+    document = _read(path)
+    if document.get("schema") != SCHEMA or not document.get("sections"):
+        found = document.get("schema")
+        raise InputError(f"{path} has schema {found!r} or no sections; this bilip reads schema {SCHEMA}.")
+    return document
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The table in a JSON file; an empty one where something else is in it."""
     try:
         document = read_json(path)
     except RecordError as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not document.get("sections"):
-        found = document.get("schema") if isinstance(document, dict) else None
-        raise InputError(f"{path} has schema {found!r} or no sections; this bilip reads schema {SCHEMA}.")
-    return document
+    return document if isinstance(document, dict) else {}
 
 
 def _sections(document: Mapping[str, Any]) -> list[tuple[str, list[Claim]]]:
@@ -193,15 +191,11 @@ def _runs(root: Path, name: str) -> dict[str, Any]:
     path = root / name / "ours.json"
     if not name or not path.exists():
         return {}
-    try:
-        document = read_json(path)
-    except RecordError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else None
+    document = _read(path)
+    if document.get("schema") != SCHEMA:
         raise InputError(
-            f"{path} has schema {found!r}, the others {SCHEMA}: results of different versions are not put on one page. Run that recipe "
-            "again, or take its folder away."
+            f"{path} has schema {document.get('schema')!r}, the others {SCHEMA}: results of different versions are not put on one page. "
+            "Run that recipe again, or take its folder away."
         )
     runs = document.get("runs", {})
     for size, run in runs.items():
@@ -227,7 +221,7 @@ def _view(claim: Claim, runs: Mapping[str, Any], root: Path, shelf: dict[Path, s
         "claim": claim,
         "status": status,
         "word": STATUSES[status],
-        "kind": KINDS[claim.kind],
+        "kind": "said in prose" if claim.kind == "prose" else claim.kind,
         "unjudged": status == "not run" and bool(runs),
         "tables": tables,
         "pictures": pictures,

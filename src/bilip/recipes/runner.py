@@ -144,8 +144,7 @@ def reproduce(
     document = _open(folder, recipe)
     fabric = _fabric(device, devices)
     chosen = [] if collect else _chosen(recipe, config, parts)
-    todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in chosen]
-    shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
+    shares = _shares(folder / "pieces" / size, seeds, chosen)
     show = progress or (lambda which, what, share: None)
     try:
         _work(recipe, config, device, shares, jobs, _deadline(minutes), data, show, fabric)
@@ -158,8 +157,7 @@ def reproduce(
     if recipe.partial:
         found, about = kept(folder / "parts", size, recipe)
     else:
-        todo = [(part, seed) for seed in dict.fromkeys(seeds) for part in recipe.parts(config)]
-        shares = {(part, seed): folder / "pieces" / size / f"seed{seed}" / part for part, seed in todo}
+        shares = _shares(folder / "pieces" / size, seeds, recipe.parts(config))
         done = sum((share / "measured.json").exists() for share in shares.values())
         if done < len(shares):
             raise Stopped(
@@ -221,6 +219,11 @@ def _chosen(recipe: Recipe, config: Any, parts: Sequence[str] | None) -> list[st
     if not parts:
         raise InputError(f"--parts: expected one or more of {', '.join(known)}.")
     return list(dict.fromkeys(parts))
+
+
+def _shares(folder: Path, seeds: Sequence[int], parts: Sequence[str]) -> dict[tuple[str, int], Path]:
+    """The folder of each part and seed."""
+    return {(part, seed): folder / f"seed{seed}" / part for seed in dict.fromkeys(seeds) for part in parts}
 
 
 def _deadline(minutes: float | None) -> float | None:

@@ -456,25 +456,13 @@ def make_optimizer(objective: Objective, settings: Settings, captured: bool) -> 
     parameters = [p for p in objective.parameters() if p.requires_grad]
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train.")
-    kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
     lr = torch.tensor(settings.lr, dtype=torch.float32, device=parameters[0].device) if captured else settings.lr
+    options: dict[str, Any] = {"lr": lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adamax":
-        return torch.optim.Adamax(
-            parameters,
-            lr=lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            foreach=True,
-            capturable=captured,
-        )
-    return kind(
-        parameters,
-        lr=lr,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=settings.precision != "16-mixed",  # fused, it would unscale by itself, and could not be clipped
-        capturable=captured,
-    )
+        return torch.optim.Adamax(parameters, foreach=True, capturable=captured, **options)
+    kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
+    fused = settings.precision != "16-mixed"  # fused, it would unscale by itself, and could not be clipped
+    return kind(parameters, fused=fused, capturable=captured, **options)
 
 
 def own_rows(batch: Tensor, fabric: Any) -> Tensor:

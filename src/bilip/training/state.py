@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip._torch import dtype_name
-from bilip.errors import BilipError, CheckpointError, MissingExtra
+from bilip.errors import BilipError, CheckpointError, need
 from bilip.record import write_aside
 from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import read_header
@@ -71,7 +71,8 @@ def save_state(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[s
     """
     document = json.dumps({"format": FORMAT, "version": VERSION, "sha256": UNSEALED, **facts})
     plain = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    write_aside(path, seal(_safetensors().save(plain, metadata={"bilip": document})))
+    safetensors = need("safetensors.torch", "saving and loading", "train")
+    write_aside(path, seal(safetensors.save(plain, metadata={"bilip": document})))
 
 
 def read_state(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -114,7 +115,7 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         warnings.warn(f"{source} has no checksum, as in bilip 0.1: damage would go unnoticed.", stacklevel=3)
     elif not is_whole(data, facts.pop("sha256", None)):
         raise _Damaged(f"{source} is damaged: its checksum is another one.")
-    safetensors = _safetensors()
+    safetensors = need("safetensors.torch", "saving and loading", "train")
     try:
         return safetensors.load(data), facts
     except Exception as error:
@@ -246,14 +247,6 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
     if value.shape != like.shape:
         return value.clone()
     return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _safetensors():
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingExtra("saving and loading needs safetensors: pip install 'bilip[train]'.") from error
-    return safetensors.torch
 
 
 class Writer:

@@ -120,20 +120,9 @@ class Blame(Probe):
         rows: list[dict] = []
         for k, (name, part) in enumerate(parts):
             known = chosen & (absolute[k + 1] > 0) & torch.isfinite(absolute[k])
-            rows.append(
-                {
-                    "block": name,
-                    "kind": kind_of(part),
-                    "local_median": _median(local[k][chosen]),
-                    "local_max": _largest(local[k]),
-                    "carried_median": _median(carried[k][chosen]),
-                    "carried_max": _largest(carried[k]),
-                    "gain": _median((grown[k] / absolute[k + 1])[known]),
-                    "share_non_finite": float((~torch.isfinite(carried[k])).double().mean()),
-                    "forward_non_finite": float((~torch.isfinite(stored[k + 1].flatten(1)).all(1)).double().mean()),
-                    **vars(states[k]),
-                }
-            )
+            gain = (grown[k] / absolute[k + 1])[known]
+            row = _row(name, kind_of(part), local[k], carried[k], gain, stored[k + 1], chosen)
+            rows.append(row | vars(states[k]))
         rows += self._inside(parts, stored, chosen, context)
         values = {
             "samples": len(batch.x),
@@ -168,21 +157,9 @@ class Blame(Probe):
                 known = chosen & torch.isfinite(gain)
                 # Whether nothing was wrong before.
                 born = bool((norms(one.arrived - one.after)[chosen.to(one.after.device)] == 0).all())
-                rows.append(
-                    {
-                        "block": f"{name}.{one.name}",
-                        "kind": one.kind,
-                        "local_median": _median(carried[chosen]) if born else math.nan,
-                        "local_max": _largest(carried) if born else math.nan,
-                        "carried_median": _median(carried[chosen]),
-                        "carried_max": _largest(carried),
-                        "gain": _median(gain[known]),
-                        "share_non_finite": float((~torch.isfinite(carried)).double().mean()),
-                        "forward_non_finite": float((~torch.isfinite(one.after)).any(1).double().mean()),
-                        "inside": name,
-                        **vars(_LocalState()),
-                    }
-                )
+                local = carried if born else None
+                row = _row(f"{name}.{one.name}", one.kind, local, carried, gain[known], one.after, chosen)
+                rows.append(row | {"inside": name} | vars(_LocalState()))
         return rows
 
     def _local_states(
@@ -216,6 +193,23 @@ class Blame(Probe):
             if part.rearranges:
                 found[k] = _LocalState(1.0, 1.0, 1.0, 0.0)
         return found
+
+
+def _row(
+    name: str, kind: str, local: Tensor | None, carried: Tensor, gain: Tensor, after: Tensor, chosen: Tensor
+) -> dict[str, Any]:
+    """What is told of a block, or of a part inside one; its own round trip is not known there if something was wrong before it."""
+    return {
+        "block": name,
+        "kind": kind,
+        "local_median": math.nan if local is None else _median(local[chosen]),
+        "local_max": math.nan if local is None else _largest(local),
+        "carried_median": _median(carried[chosen]),
+        "carried_max": _largest(carried),
+        "gain": _median(gain),
+        "share_non_finite": float((~torch.isfinite(carried)).double().mean()),
+        "forward_non_finite": float((~torch.isfinite(after.flatten(1)).all(1)).double().mean()),
+    }
 
 
 @dataclass

@@ -46,29 +46,13 @@ class Consistency(Probe):
     scope = "data"
     place = 0
     quantities = (
-        Quantity(
-            "stochastic",
-            "the model gives another answer when asked again",
-            "flag",
-            "lower",
-            "consistent",
-            _USES,
-        ),
-        Quantity(
-            "batch_dependent",
-            "the answer depends on the other samples of the batch",
-            "flag",
-            "lower",
-            "consistent",
-            _USES,
-        ),
-        Quantity(
-            "cache_hides",
-            "the inverse answers from a cache and is wrong without it",
-            "flag",
-            "lower",
-            "consistent",
-            _USES,
+        *(
+            Quantity(name, label, "flag", "lower", "consistent", _USES)
+            for name, label in (
+                ("stochastic", "the model gives another answer when asked again"),
+                ("batch_dependent", "the answer depends on the other samples of the batch"),
+                ("cache_hides", "the inverse answers from a cache and is wrong without it"),
+            )
         ),
         Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
         Quantity("samples", "samples", "count"),
