@@ -28,10 +28,7 @@ _LARGEST = 1e18  # argument of an exponential function
 
 
 class Digits:
-    """Log p of a model with as many digits as it takes.
-
-    Args:
-        subject: A float64 copy of a model.
+    """Log p of a float64 copy of a model with as many digits as it takes.
 
     Example:
         >>> from bilip import Flow

@@ -29,9 +29,6 @@ class Reference:
 
     A net inside that converts what it is given to fewer bits is kept in float64.
 
-    Args:
-        subject: The model.
-
     Raises:
         NotMeasured: The model cannot be copied in float64, or computes in fewer bits whatever is done.
 

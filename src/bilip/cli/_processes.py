@@ -25,12 +25,7 @@ _JOIN = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is.
-
-    Attributes:
-        rank: Its number; 0 speaks and writes.
-        size: How many there are.
-    """
+    """Which of how many processes this is."""
 
     rank: int = 0
     size: int = 1

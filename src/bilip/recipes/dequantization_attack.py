@@ -7,7 +7,7 @@ Parts are those of `face_flows`. A part trains its flow, draws samples from it a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,11 +223,6 @@ def unsquashed(flow: Flow, z: Tensor) -> Tensor:
     return flow.bijection[1:].inverse(z)  # type: ignore[index]
 
 
-def chunks(x: Tensor) -> Iterator[Tensor]:
-    for start in range(0, len(x), CHUNK):
-        yield x[start : start + CHUNK]
-
-
 def shown(x: Tensor, broken: Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of images in [0, 1], channels last, and where a pixel is not finite."""
     broken = ~torch.isfinite(x) if broken is None else broken
@@ -298,14 +293,14 @@ class Looks:
     def _bits(self, flow: Flow, count: int) -> float:
         x = self.faces.first("test", count)
         with fixed_draws():
-            total = sum(flow.bits_per_dim(some, bits=self.faces.bits).double().sum() for some in chunks(x))
+            total = sum(flow.bits_per_dim(some, bits=self.faces.bits).double().sum() for some in x.split(CHUNK))
         return float(total) / len(x)
 
     def _samples(self, flow: Flow) -> dict[str, Any]:
         """Shares of samples and of pixels that are not finite before the last sigmoid, and of samples with NaN after it."""
         generator = torch.Generator().manual_seed(face_flows.seed_of(self.work.seed, 0, "samples"))
         z = torch.randn(self.config.samples, *(flow.latent_shape or ()), generator=generator).to(self.faces.device)
-        before = torch.cat([unsquashed(flow, some) for some in chunks(z)])
+        before = torch.cat([unsquashed(flow, some) for some in z.split(CHUNK)])
         broken = ~torch.isfinite(before)
         x = flow.bijection[0].inverse(before)  # type: ignore[index]
         lost = broken.flatten(1).any(1)
@@ -324,18 +319,15 @@ class Looks:
     def _plain(self, flow: Flow, count: int) -> dict[str, float]:
         """Dequantized training images, reconstructed."""
         x = self.faces.first("train", count)
-        errors = torch.cat([self._errors(flow, some) for some in chunks(x)])
+        last = flow.bijection[0]  # type: ignore[index]
+        back = torch.cat([last.inverse(unsquashed(flow, flow.bijection(some))) for some in x.split(CHUNK)])
+        errors = _l2(back, x)
         return {
             "count": len(x),
             "broken": float((~(errors <= BROKEN)).double().mean()),
             "median": float(errors.median()),
             "worst": float(errors.nan_to_num(math.inf).max()),
         }
-
-    @staticmethod
-    def _errors(flow: Flow, x: Tensor) -> Tensor:
-        back = flow.bijection[0].inverse(unsquashed(flow, flow.bijection(x)))  # type: ignore[index]
-        return norms((back.double() - x.double()).flatten(1)).cpu()
 
 
 class Attacked:

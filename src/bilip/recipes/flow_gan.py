@@ -285,11 +285,8 @@ class Critic(nn.Module):
 
     Only the first convolution and the last layer have a bias. Normalised weights shrink what passes; deeper biases would not shrink with
     it, and soon every unit would stand on the flat side of its LeakyReLU. Without any, twice an image would score twice as high. The
-    weights are made once a step and handed over, so that one step is one step of their power iteration.
-
-    Args:
-        side: Height and width of images.
-        widths: Channels of each convolution; the second, fourth and sixth halve the image.
+    weights are made once a step and handed over, so that one step is one step of their power iteration. Of the convolutions, whose channels
+    are `widths`, the second, fourth and sixth halve the image.
     """
 
     def __init__(self, side: int, widths: Sequence[int]) -> None:

@@ -72,13 +72,10 @@ class Claim:
 
 
 def read_claims(results: str | Path) -> list[tuple[str, list[Claim]]]:
-    """The claims in `claims.json`, section by section.
-
-    Args:
-        results: The folder with `claims.json`.
+    """The claims in `claims.json` of a folder, section by section.
 
     Raises:
-        InputError: It is missing, or an entry is not whole.
+        InputError: The file is missing, or an entry is not whole.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -93,11 +90,7 @@ def read_claims(results: str | Path) -> list[tuple[str, list[Claim]]]:
 
 
 def write_page(path: str | Path, results: str | Path = "results") -> None:
-    """Write the page, whole or not at all.
-
-    Args:
-        path: The HTML file.
-        results: The folder with `claims.json` and a folder for each recipe.
+    """Write the page, whole or not at all, of a folder with `claims.json` and a folder for each recipe.
 
     Raises:
         InputError: There are no results, or some of another schema.

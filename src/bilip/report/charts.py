@@ -101,16 +101,9 @@ def safe_text(text: Any, limit: int = 40) -> str:
 def curve(
     name: str, values: Sequence[Any], scale: LogScale, texts: Sequence[str], *, style: int, dash: int, start: int = 0
 ) -> dict[str, Any]:
-    """A line with marks over 0, 1, 2, ...
+    """A line with marks over `start`, `start` + 1, ...; missing values leave a gap.
 
-    Args:
-        name: Its name in the legend.
-        values: The values; missing ones leave a gap.
-        scale: The vertical axis.
-        texts: What to say when the pointer is over a value.
-        style: Number of the colour and of the symbol.
-        dash: Number of the dash.
-        start: First position.
+    `texts` are said when the pointer is over a value; `style` is the number of the colour and of the symbol.
     """
     tone = f"@c{style % 6 + 1}"
     return {
@@ -151,15 +144,7 @@ def rule(at: float, text: str, axis: str = "y", tone: str = "@muted") -> tuple[d
 def distribution_figure(
     measurements: Sequence[Measurement], name: str, title: str, unit: str, limit: Any = None
 ) -> Figure | None:
-    """Histograms `name` of the measurements, or None if there are none.
-
-    Args:
-        measurements: One for each row.
-        name: Name of the histogram.
-        title: Heading of the figure.
-        unit: What the horizontal axis measures.
-        limit: Values beyond are drawn as wrong.
-    """
+    """Histograms `name` of the measurements, a row for each, or None if there are none; values beyond the limit are drawn as wrong."""
     rows = [(m.source, m.histograms[name]) for m in measurements if name in m.histograms and m.histograms[name].count]
     if not rows:
         return None

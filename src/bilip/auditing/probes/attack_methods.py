@@ -46,11 +46,7 @@ class RoundTrips:
 class Route:
     r"""Out and back: $x \to z \to x$, or $z \to x \to z$ for an attack on latents.
 
-    Args:
-        subject: The model.
-        context: Contexts of the samples.
-        latent: Begin at the latents.
-        typical: What errors are measured by; by default the median norm of each batch that is judged.
+    Errors are measured by `typical`, by default the median norm of each batch that is judged.
 
     Example:
         >>> from bilip.models import real_nvp

@@ -278,14 +278,9 @@ FORMATS = (
 class FormatModel:
     r"""A model in one format, and the float64 model with the same parameters: the exact map that the format computes inexactly.
 
-    16-bit arithmetic on a CPU is missing for some operations and faults on some processors. There it is emulated: parameters,
+    16-bit arithmetic on a CPU is missing for some operations and faults on some processors. There it is emulated by default: parameters,
     inputs and the output of every visible block are rounded to the 16-bit type, and blocks compute inside in float32. That is
     kinder than real 16-bit arithmetic, which rounds inside blocks too.
-
-    Args:
-        subject: The model.
-        fmt: The format.
-        emulate: Emulate; by default for 16 bits on a CPU.
 
     Attributes:
         emulated: Whether it is emulated.
