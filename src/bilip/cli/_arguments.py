@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from bilip.adapters import Adapted
     from bilip.blocks import Bijection
 
-__all__ = [
-    "import_named",
-    "listed",
-    "load_bijection",
-    "load_model",
-    "load_native",
-    "named_files",
-    "require_page",
-    "require_writable",
-]
-
 
 def load_bijection(target: str) -> Bijection:
     """Load `folder`, `package.module:function` or `package.module:object` as a bijection."""

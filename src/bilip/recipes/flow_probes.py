@@ -21,25 +21,6 @@ from bilip.probes import Subject, jacobian
 from bilip.recipes.images import as_bytes
 from bilip.recipes.residual_flows import decode, is_residual
 
-__all__ = [
-    "CONSISTENT",
-    "NOISE",
-    "VISIBLE",
-    "Inputs",
-    "Trip",
-    "auroc",
-    "bits_per_dim",
-    "conditions",
-    "fixed_draws",
-    "log_det_errors",
-    "log_det_spread",
-    "pictures",
-    "round_trip",
-    "sampled",
-    "summary",
-    "trusted",
-]
-
 CHUNK = 500
 NOISE = ("uniform", "gaussian", "rademacher")
 WHOLE = 4096  # dimensions up to which the whole Jacobian of a residual flow is taken apart

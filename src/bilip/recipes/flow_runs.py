@@ -18,21 +18,6 @@ from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, percent,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "GLOWS",
-    "KINDS",
-    "SETS",
-    "SOURCES",
-    "TITLES",
-    "Run",
-    "flow_figures",
-    "flow_lines",
-    "lost",
-    "reconstruction_figure",
-    "runs_of",
-    "shares",
-]
-
 GLOWS = ("additive", "affine", "modified")
 KINDS = (*GLOWS, "residual")
 TITLES = {"additive": "additive", "affine": "affine", "modified": "modified affine", "residual": "residual flow"}

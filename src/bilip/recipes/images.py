@@ -17,21 +17,6 @@ from bilip.errors import InputError
 from bilip.recipes.recipe import Work
 from bilip.training import Draw, read_state
 
-__all__ = [
-    "Dequantized",
-    "as_bytes",
-    "count_parameters",
-    "load_average",
-    "look_steps",
-    "require_batch",
-    "require_side",
-    "require_same_images",
-    "schedule",
-    "shrunk",
-    "skipped_steps",
-    "start_actnorms",
-]
-
 
 def shrunk(images: Images, count: int, side: int) -> Images:
     """The first images, all for 0, averaged to a smaller side."""

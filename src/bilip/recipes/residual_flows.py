@@ -13,18 +13,6 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection, Chain, Logit, Poisson, Residual, Roulette, Series
 
-__all__ = [
-    "Cut",
-    "Solved",
-    "by_series",
-    "cut_after",
-    "decode",
-    "is_residual",
-    "loose_inverse",
-    "share_terms",
-    "solved_inverse",
-]
-
 TERMS = 20  # of the series in evaluations
 
 MOST = 1000  # iterations of the original code's inverse

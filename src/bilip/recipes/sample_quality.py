@@ -22,16 +22,6 @@ from bilip.errors import CheckpointError, InputError
 from bilip.recipes.recipe import Measured, Work
 from bilip.training import Task, read_state, save_state
 
-__all__ = [
-    "FeatureNet",
-    "frechet_distance",
-    "kernel_distance",
-    "load_features",
-    "quality",
-    "sliced_wasserstein",
-    "train_features",
-]
-
 PACKAGED = Path(__file__).with_name("features.safetensors")
 NAME = "features.safetensors"
 SIZE = 128  # features of an image

@@ -8,21 +8,6 @@ from typing import Any
 
 from bilip.record import Quantity
 
-__all__ = [
-    "USE_TITLES",
-    "as_float",
-    "clean",
-    "number",
-    "plural",
-    "power",
-    "sentence",
-    "shape",
-    "share",
-    "when",
-    "word",
-    "written",
-]
-
 MISSING = "–"
 USE_TITLES = {
     "inversion": "Inversion on data",

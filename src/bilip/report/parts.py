@@ -11,22 +11,6 @@ from typing import Any, ClassVar
 from bilip.record import AuditRecord, Measurement, Picture, Quantity, quantity_named
 from bilip.report.format import as_float, word, written
 
-__all__ = [
-    "Cell",
-    "Figure",
-    "Fold",
-    "Gallery",
-    "Line",
-    "Part",
-    "Section",
-    "Table",
-    "by_source",
-    "gallery",
-    "measured",
-    "some",
-    "table",
-]
-
 
 @dataclass(frozen=True)
 class Figure:

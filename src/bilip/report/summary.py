@@ -11,20 +11,6 @@ from typing import Any
 from bilip.record import USES, AuditRecord, Measurement, Status, Verdict
 from bilip.report.format import USE_TITLES, as_float, clean, number, plural, sentence, shape, share, when, written
 
-__all__ = [
-    "STATUS_WORDS",
-    "SourceLine",
-    "Summary",
-    "deciding",
-    "lost_lines",
-    "news",
-    "ordered_verdicts",
-    "source_about",
-    "source_text",
-    "summarize",
-    "verdict_numbers",
-]
-
 STATUS_WORDS = {Status.SAFE: "safe", Status.UNSAFE: "UNSAFE", Status.NOT_MEASURED: "not measured"}
 
 

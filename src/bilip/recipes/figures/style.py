@@ -24,28 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "DOUBLE",
-    "GREY",
-    "SINGLE",
-    "SMALL",
-    "Look",
-    "Ticks",
-    "columns",
-    "finish",
-    "heading",
-    "house",
-    "legend",
-    "linear_ticks",
-    "log_ticks",
-    "look",
-    "number",
-    "save",
-    "sheet",
-    "square_sheet",
-    "wrap",
-]
-
 SINGLE = 3.25
 DOUBLE = 6.75
 # Okabe and Ito (2008) without yellow, which is lost on white paper; neighbours differ in lightness.
