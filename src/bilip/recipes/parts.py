@@ -122,13 +122,13 @@ def load(folder: Path) -> Measured:
 About = dict[int, dict[str, dict[str, Any]]]  # by seed, then by part: what is known of its measurement
 
 
-def loaded(shares: Mapping[tuple[str, int], Path]) -> tuple[dict[int, dict[str, Measured]], About]:
+def loaded(folders: Mapping[tuple[str, int], Path]) -> tuple[dict[int, dict[str, Measured]], About]:
     """What finished folders hold, by seed and part, and what is known of each."""
     found: dict[int, dict[str, Measured]] = {}
     about: About = {}
-    for part, seed in sorted(shares, key=lambda key: key[1]):
-        found.setdefault(seed, {})[part] = load(shares[part, seed])
-        about.setdefault(seed, {})[part] = read_json(shares[part, seed] / "measured.json")
+    for part, seed in sorted(folders, key=lambda key: key[1]):
+        found.setdefault(seed, {})[part] = load(folders[part, seed])
+        about.setdefault(seed, {})[part] = read_json(folders[part, seed] / "measured.json")
     return found, about
 
 

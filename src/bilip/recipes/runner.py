@@ -144,26 +144,26 @@ def reproduce(
     document = _open(folder, recipe)
     fabric = _fabric(device, devices)
     chosen = [] if collect else _chosen(recipe, config, parts)
-    shares = _shares(folder / "pieces" / size, seeds, chosen)
+    folders = _folders(folder / "pieces" / size, seeds, chosen)
     show = progress or (lambda which, what, share: None)
     try:
-        _work(recipe, config, device, shares, jobs, _deadline(minutes), data, show, fabric)
+        _work(recipe, config, device, folders, jobs, _deadline(minutes), data, show, fabric)
     finally:
         if recipe.partial and (fabric is None or fabric.is_global_zero):
-            for (part, seed), share in shares.items():
-                keep(share, folder / "parts" / f"{size}-seed{seed}-{part}.json")
+            for (part, seed), place in folders.items():
+                keep(place, folder / "parts" / f"{size}-seed{seed}-{part}.json")
     if fabric is not None and not fabric.is_global_zero:
         return Outcome(recipe, size, folder, (), (), (), time.perf_counter() - began)
     if recipe.partial:
         found, about = kept(folder / "parts", size, recipe)
     else:
-        shares = _shares(folder / "pieces" / size, seeds, recipe.parts(config))
-        done = sum((share / "measured.json").exists() for share in shares.values())
-        if done < len(shares):
+        folders = _folders(folder / "pieces" / size, seeds, recipe.parts(config))
+        done = sum((place / "measured.json").exists() for place in folders.values())
+        if done < len(folders):
             raise Stopped(
-                f"{done} of {len(shares)} parts are measured; the table needs them all: run without --parts or --collect."
+                f"{done} of {len(folders)} parts are measured; the table needs them all: run without --parts or --collect."
             )
-        found, about = loaded(shares)
+        found, about = loaded(folders)
     show(name, "drawing the figures", 1.0)
     from bilip.recipes import figures
 
@@ -221,7 +221,7 @@ def _chosen(recipe: Recipe, config: Any, parts: Sequence[str] | None) -> list[st
     return list(dict.fromkeys(parts))
 
 
-def _shares(folder: Path, seeds: Sequence[int], parts: Sequence[str]) -> dict[tuple[str, int], Path]:
+def _folders(folder: Path, seeds: Sequence[int], parts: Sequence[str]) -> dict[tuple[str, int], Path]:
     """The folder of each part and seed."""
     return {(part, seed): folder / f"seed{seed}" / part for seed in dict.fromkeys(seeds) for part in parts}
 
@@ -232,11 +232,11 @@ def _deadline(minutes: float | None) -> float | None:
     return None if minutes is None else time.time() + 60 * minutes
 
 
-def _work(recipe, config, device, shares, jobs, deadline, data, show, fabric) -> None:
+def _work(recipe, config, device, folders, jobs, deadline, data, show, fabric) -> None:
     """Measure what is not measured yet; `Stopped` if the time is up before."""
-    missing = [key for key in shares if not is_measured(shares[key], recipe, config)]
+    missing = [key for key in folders if not is_measured(folders[key], recipe, config)]
     place = None if data is None else Path(data)
-    pieces = [Piece(recipe, part, seed, config, shares[part, seed], device, deadline, place) for part, seed in missing]
+    pieces = [Piece(recipe, part, seed, config, folders[part, seed], device, deadline, place) for part, seed in missing]
     try:
         if jobs > 1 and len(pieces) > 1:
             side_by_side(do, pieces, jobs, show, deadline)
@@ -246,9 +246,9 @@ def _work(recipe, config, device, shares, jobs, deadline, data, show, fabric) ->
                 raise Stopped("the time is up.")
             do(piece, lambda what, share, piece=piece: show(piece.title, what, share), fabric)
     except Stopped as why:
-        done = sum((share / "measured.json").exists() for share in shares.values())
+        done = sum((place / "measured.json").exists() for place in folders.values())
         raise Stopped(
-            f"{why} {done} of {len(shares)} parts are measured; the same command goes on with the others."
+            f"{why} {done} of {len(folders)} parts are measured; the same command goes on with the others."
         ) from why
 
 
