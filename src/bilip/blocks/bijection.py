@@ -254,8 +254,7 @@ class Bijection(nn.Module):
             )
             raise NoGlobalBound(
                 f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
-                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant "
-                "that holds there; "
+                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant that holds there; "
                 "or use additive coupling, which has a global one."
             )
         row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, output.magnitude)
@@ -328,9 +327,8 @@ class Bijection(nn.Module):
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise NonFiniteParameters(
-                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so "
-                    "nothing can be proved. "
-                    "Load an earlier checkpoint, or find the step where training diverged."
+                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so nothing can be "
+                    "proved. Load an earlier checkpoint, or find the step where training diverged."
                 )
 
     # ---- what a block states about itself, in real arithmetic
@@ -357,8 +355,7 @@ class Bijection(nn.Module):
 
     def _unproved(self, name: str) -> BilipError:
         return BilipError(
-            f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method "
-            "to the block."
+            f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method to the block."
         )
 
     # ---- input checks
@@ -372,8 +369,7 @@ class Bijection(nn.Module):
             raise InputError(f"{who}: expected floating-point input, got {x.dtype}. Convert it with x.float().")
         if x.ndim < 2:
             raise InputError(
-                f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension "
-                "with x[None]."
+                f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension with x[None]."
             )
         if features is not None and (not -x.ndim <= dim < x.ndim or x.shape[dim] != features):
             raise InputError(

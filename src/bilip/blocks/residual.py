@@ -115,10 +115,8 @@ class Residual(Bijection):
         log = certify.log_lipschitz(self.g) if cap is None else cap
         if not log < -1e-9:
             raise NotAContraction(
-                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is "
-                "invertible for a constant below 1. "
-                "Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a "
-                "smaller constant."
+                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is invertible for a constant "
+                "below 1. Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a smaller constant."
             )
         return exp_up(log)
 
@@ -161,8 +159,7 @@ class Residual(Bijection):
             worst = int(bad[torch.argmax(solution.error_bound[bad])])
             raise NotConverged(
                 f"Residual: {len(bad)} of {len(z)} inverses missed their tolerance; worst is sample {worst}, residual "
-                f"{float(solution.residual[worst]):.3g}, error at most "
-                f"{float(solution.error_bound[worst]):.3g}, asked for "
+                f"{float(solution.residual[worst]):.3g}, error at most {float(solution.error_bound[worst]):.3g}, asked for "
                 f"{float(solution.tolerance[worst]):.3g} ({z.dtype}, {int(solution.evaluations[worst])} evaluations). "
                 "Ask for a larger tolerance, use float64, or take solve() and its flags.",
                 solution,
@@ -200,8 +197,8 @@ class Residual(Bijection):
             worst = int(torch.where(torch.isfinite(last), last, 0.0).argmax())
             raise InputError(
                 f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length "
-                f"{float(norms(z)[worst]):.3g} is itself "
-                f"only stored to about {float(last[worst]) / 4:.1g}. Ask for more than that, or use float64."
+                f"{float(norms(z)[worst]):.3g} is itself only stored to about {float(last[worst]) / 4:.1g}. Ask for more than "
+                "that, or use float64."
             )
 
         def g(x: Tensor, rows: Tensor) -> Tensor:
@@ -217,14 +214,8 @@ class Residual(Bijection):
             missed = (found.residual > target) & ~((residual + rounding) / (1 - c) * (1 + 8 * EPS) <= asked)
             if tolerance is not None and bool(missed.any()):  # what was expected has not come true
                 left = missed.nonzero().squeeze(1)
-                more = solve_fixed_point(
-                    lambda x, rows: g(x, left[rows]),
-                    z[left],
-                    target[left],
-                    enough=enough[left],
-                    start=x[left],
-                    **options,
-                )
+                options |= {"enough": enough[left], "start": x[left]}
+                more = solve_fixed_point(lambda x, rows: g(x, left[rows]), z[left], target[left], **options)
                 x = x.index_copy(0, left, more.x)
                 evaluations = evaluations.index_add(0, left, more.evaluations)
                 residual, rounding = self._residual(x, z, context)

@@ -136,8 +136,7 @@ class Affine:
             or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
         ):
             raise UnknownLipschitz(
-                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is "
-                "not bounded here. "
+                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is not bounded here. "
                 f"Use padding = dilation * (kernel_size - 1) // 2. {_DECLARE}"
             )
         if weight[0, 0].numel() == 1 and groups == 1:
@@ -492,11 +491,8 @@ def _(layer: Any) -> Reading:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
     if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
         raise unknown(layer, f"has kernel_size={layer.kernel_size}, but a kernel of {tuple(layer.weight.shape[2:])}")
-    if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != (
-        "zeros",
-        1,
-        (1, 1),
-    ):
+    held_for = ("zeros", 1, (1, 1))
+    if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != held_for:
         raise unknown(layer, "is held for zero padding, one group and no dilation, and one of them was changed")
     return _checked_conv(layer, _Held)
 
@@ -627,8 +623,7 @@ def unknown(layer: nn.Module, why: str) -> UnknownLipschitz:
     """The error for a module that cannot be read."""
     return UnknownLipschitz(
         f"{type(layer).__name__} {why}, so its Lipschitz constant cannot be proved. {_DECLARE} "
-        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of "
-        "bilip.nets.activations."
+        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of bilip.nets.activations."
     )
 
 
