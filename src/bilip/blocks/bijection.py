@@ -17,7 +17,7 @@ from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParamet
 from bilip.nets.certify import remembering
 from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
-__all__ = ["FORMULAS", "Bijection", "Reach", "Step"]
+__all__ = ["FORMULAS", "Bijection", "Composite", "Reach", "Step"]
 
 FORMULAS = ("sharp", "paper")
 
@@ -194,10 +194,10 @@ class Bijection(nn.Module):
         if latent is None:
             box = self._shaped(self.natural_domain() if domain is None else domain, self.shape)
             step = self._prove(self.advance, box, context, formula)
-            return self._result(step, box, step.reach.box, "domain", formula)
+            return self._result(step, box, formula)
         box = self._shaped(latent, None if self.shape is None else self.out_shape(self.shape))
         step = self._prove(self.retreat, box, context, formula)
-        return self._result(step, box, step.reach.box, "domain", formula).swap()
+        return self._result(step, box, formula).swap()
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F(box): the interval image cut with a ball around the image of the centre."""
@@ -278,14 +278,13 @@ class Bijection(nn.Module):
             )
         return box
 
-    def _result(self, step: Step, domain: Box, image: Box, given: str, formula: str) -> BiLipschitz:
+    def _result(self, step: Step, domain: Box, formula: str) -> BiLipschitz:
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
         return BiLipschitz(
             log_forward=step.log_forward,
             log_inverse=step.log_inverse,
             domain=domain,
-            image=image,
-            given=given,
+            image=step.reach.box,
             formula=formula,
             eps=torch.finfo(dtype).eps,
             blocks=step.blocks,
@@ -396,3 +395,29 @@ class Bijection(nn.Module):
                 f"{type(self).__name__}: the input is {x.dtype}, the parameters are {parameter.dtype}. "
                 "Convert one of them, for example model.to(x.dtype)."
             )
+
+
+class Composite(Bijection):
+    """A map whose proofs walk through the blocks inside; what is stated about it is what the walk finds."""
+
+    def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
+        """`advance`, or backward `retreat`."""
+        raise self._unproved("_walk")
+
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self._walk(reach, context, formula, name, backward=False)
+
+    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self._walk(reach, context, formula, name, backward=True)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.advance(Reach.start(box), context, formula).log_forward
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.retreat(Reach.start(box), context, formula).log_forward
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        return self.enclose(box, context)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        return self.enclose_inverse(box, context)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip._torch import EvalCache, is_transformed
-from bilip.blocks.bijection import Bijection, Reach, Step
+from bilip.blocks.bijection import Bijection, Composite, Reach, Step
 from bilip.blocks.conv1x1 import InvertibleConv1x1, Stack, invert, log_abs_det
 from bilip.blocks.diagonal import ActNorm
 from bilip.blocks.log_det import one_draw
@@ -24,7 +24,7 @@ from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_togeth
 __all__ = ["Chain"]
 
 
-class Chain(Bijection):
+class Chain(Composite):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
     Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No
@@ -136,12 +136,6 @@ class Chain(Bijection):
                 return domain
         return Box.everything()
 
-    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._walk(reach, context, formula, name, backward=False)
-
-    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._walk(reach, context, formula, name, backward=True)
-
     def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
         total = Step(0.0, 0.0, reach, ())
         prefix = f"{name}." if name else ""
@@ -156,18 +150,6 @@ class Chain(Bijection):
                 total.blocks + step.blocks,
             )
         return total
-
-    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.advance(Reach.start(box), context, formula).log_forward
-
-    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.retreat(Reach.start(box), context, formula).log_forward
-
-    def interval(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose(box, context)
-
-    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose_inverse(box, context)
 
 
 class _Pass:

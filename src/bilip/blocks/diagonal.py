@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing
+from bilip._torch import capturing, version_of
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import TINY, Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
@@ -225,7 +225,7 @@ class ActNorm(_Diagonal):
         seen = self._read
         if torch.compiler.is_compiling() or capturing(flag):  # a value cannot be read here: as it was before
             return seen is not None
-        version = -1 if flag.is_inference() else flag._version
+        version = version_of(flag)
         if flag.device.type != "cpu" and seen is not None and seen[0] is flag and seen[1] == version:
             return True
         try:

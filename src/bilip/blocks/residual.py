@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from bilip._torch import capturing, is_transformed, reusing
+from bilip._torch import capturing, is_transformed
 from bilip.blocks._nets import _faster_channels_last, call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -24,7 +24,7 @@ from bilip.nets import MLP, ConvNet, certify
 from bilip.nets.activations import ScaledSwish
 from bilip.nets.layers import Declared
 from bilip.nets.readable import is_watched, tampered
-from bilip.nets.replay import hooks_wait, modes_again
+from bilip.nets.replay import Seeds, hooks_wait, modes_again
 from bilip.nets.spectral import HeldConv2d, HeldLinear, again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution", "inverting"]
@@ -207,7 +207,7 @@ class Residual(Bijection):
         enough = asked * (1 - c) / 2
         target = enough / 4 if tolerance is None else enough  # errors add up over many blocks: no more than rounding
         options = {"method": method, "memory": memory, "max_evaluations": self.max_evaluations}
-        with reusing(), again(pinned(self.g)):
+        with again(pinned(self.g)):
             found = solve_fixed_point(g, z, target, enough=enough, expect=tolerance is not None, **options)
             x, evaluations = found.x, found.evaluations
             residual, rounding = self._residual(x, z, context)
@@ -327,7 +327,7 @@ class _Branch:
         self.tensors = {**dict(block.g.named_parameters()), **dict(block.g.named_buffers())}
         self.held = held_now(block.g)
         self.draws = any(isinstance(part, (Declared, nn.modules.dropout._DropoutNd)) for part in block.g.modules())
-        self.random: _RandomState | None = None
+        self.seeds = Seeds(x)
         self.modes = [(part, part.training) for part in block.g.modules()]
         self.before: dict[str, Tensor] = {}  # buffers of nets that may move them, as they were
         self.recompute = block.recompute and not (self.draws and capturing(x))
@@ -352,15 +352,14 @@ class _Branch:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.draws and not capturing(x):
-            self.random = _RandomState(x)
+            self.seeds.remember(0)
             self.before = {name: buffer.detach().clone() for name, buffer in self.block.g.named_buffers()}
         return self.block.branch(x, self.context)
 
     def again(self, x: Tensor) -> Tensor:
         """The same function in a backward pass."""
         g, now = self.block.g, {**dict(self.block.g.named_parameters()), **dict(self.block.g.named_buffers())}
-        random = contextlib.nullcontext() if self.random is None else self.random.again()
-        with again(self.held), modes_again(self.modes), random:
+        with again(self.held), modes_again(self.modes), self.seeds.again(0):
             if not self.before and all(tensor is now.get(name) for name, tensor in self.tensors.items()):
                 return self.block.branch(x, self.context)
             tensors = {**self.tensors, **{name: buffer.clone() for name, buffer in self.before.items()}}
@@ -417,24 +416,6 @@ def _part(layer: nn.Module, x: Tensor) -> Affine | Activation | None:
         return None
     options = list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups  # type: ignore[arg-type]
     return Affine(tensors, options)  # type: ignore[arg-type]
-
-
-class _RandomState:
-    """The state of torch's generators for the device of a tensor."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device
-        self.host = torch.get_rng_state()
-        self.there = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, numbers are drawn from that state; outside, nothing was drawn."""
-        with torch.random.fork_rng([self.device] if self.there is not None else []):
-            torch.set_rng_state(self.host)
-            if self.there is not None:
-                torch.cuda.set_rng_state(self.there, self.device)
-            yield
 
 
 class _ImplicitInverse(torch.autograd.Function):

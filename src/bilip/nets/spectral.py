@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip._torch import EvalCache, can_be_read, capturing
+from bilip._torch import EvalCache, can_be_read, capturing, version_of
 from bilip.errors import InputError
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
@@ -316,10 +316,9 @@ def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:
     """The weights that act now in the layers of a module, for many evaluations without gradients: see `again`."""
     found = {}
     for layer in held_layers(module):
-        weight = layer.weight
-        if can_be_read(weight) and not weight.is_inference():
+        if can_be_read(layer.weight):
             value = layer.held_weight().detach()
-            found[layer] = _Known(weight, weight._version, layer.coefficient, value, value, value)
+            found[layer] = _Known(layer.weight, version_of(layer.weight), layer.coefficient, value, value, value)
     return found
 
 
@@ -343,7 +342,7 @@ class _Known:
     def fits(self, layer: Held) -> bool:
         """Whether the layer is still as it was; writing through `weight.data` in the middle of a pass is not noticed."""
         same = self.weight is layer.weight and self.coefficient == layer.coefficient
-        return same and self.version == self.weight._version
+        return same and self.version == version_of(self.weight)
 
 
 def _held_weight(layer: Held) -> Tensor:
@@ -382,7 +381,7 @@ def _known(layers: Sequence[Held], slack: float = SLACK) -> dict[Held, _Known]:
         slopes = torch.where((bounds > limit).view(one), slopes, 0.0)
         values = (_in_range(weights).double() * factors.view(one)).to(weights.dtype)
         for layer, *made in zip(part, values.unbind(), factors.unbind(), slopes.unbind(), strict=True):
-            found[layer] = _Known(layer.weight, layer.weight._version, layer.coefficient, *made)
+            found[layer] = _Known(layer.weight, version_of(layer.weight), layer.coefficient, *made)
     return found
 
 
