@@ -19,7 +19,7 @@ from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.readable import is_itself, is_watched
-from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
+from bilip.nets.spectral import Held, held_layers, held_together
 
 __all__ = ["Chain"]
 
@@ -168,7 +168,7 @@ class _Pass:
         self.fixed: dict[int, tuple[int, Tensor]] = {}  # features, and logs whose sum counts once for each pixel
         self.terms: list[Tensor] = []
         self.constants: dict[int, list[Tensor]] = {}  # by the number of pixels
-        self.held: list[HeldLinear | HeldConv2d] = []
+        self.held: list[Held] = []
         stacks: dict[tuple[object, ...], dict[int, tuple[Tensor, Tensor | None]]] = {}
         anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ
