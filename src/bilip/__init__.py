@@ -10,46 +10,17 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "AuditRecord": "bilip.record",
-    "Bijection": "bilip.blocks",
-    "Chain": "bilip.blocks",
-    "Invert": "bilip.blocks",
-    "Flow": "bilip.blocks",
-    "BiLipschitz": "bilip.bounds",
-    "Box": "bilip.bounds",
-    "BilipError": "bilip.errors",
-    "Budget": "bilip.auditing",
-    "Guard": "bilip.reversible",
-    "Reversible": "bilip.reversible",
-    "Thresholds": "bilip.auditing",
-    "advise": "bilip.cures",
-    "as_bijection": "bilip.adapters",
-    "audit": "bilip.auditing",
-    "cure": "bilip.cures",
-    "diagnose": "bilip.cures",
+_ROOMS = {
+    "adapters": ("as_bijection",),
+    "auditing": ("Budget", "Thresholds", "audit"),
+    "blocks": ("Bijection", "Chain", "Flow", "Invert"),
+    "bounds": ("BiLipschitz", "Box"),
+    "cures": ("advise", "cure", "diagnose"),
+    "errors": ("BilipError",),
+    "record": ("AuditRecord",),
+    "reversible": ("Guard", "Reversible"),
 }
-_SUBMODULES = (
-    "adapters",
-    "auditing",
-    "blocks",
-    "bounds",
-    "cures",
-    "data",
-    "errors",
-    "figures",
-    "models",
-    "nets",
-    "objectives",
-    "probes",
-    "recipes",
-    "record",
-    "regularizers",
-    "report",
-    "reversible",
-    "testing",
-    "training",
-)
+_NAMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "AuditRecord",
@@ -125,8 +96,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    if name in _SUBMODULES:
+        return getattr(importlib.import_module(f"bilip.{_NAMES[name]}"), name)
+    if name in __all__:  # the others are rooms
         return importlib.import_module(f"bilip.{name}")
     raise AttributeError(f"module 'bilip' has no attribute {name!r}")
 

@@ -29,8 +29,8 @@ __all__ = [
     "is_transformed",
     "keeping",
     "noting",
-    "reusing",
     "rows",
+    "version_of",
 ]
 
 _KEEPING: ContextVar[bool] = ContextVar("keeping", default=False)
@@ -102,17 +102,9 @@ def can_be_read(tensor: Tensor) -> bool:
     return not is_transformed() and not capturing(tensor)
 
 
-_REUSING: ContextVar[bool] = ContextVar("reusing", default=False)
-
-
-@contextlib.contextmanager
-def reusing() -> Iterator[None]:
-    """Let values be reused in training mode too: for the many evaluations of one iterative solve, without gradients."""
-    token = _REUSING.set(True)
-    try:
-        yield
-    finally:
-        _REUSING.reset(token)
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, as far as torch counts; -1 for an inference tensor, which has no count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class EvalCache:
@@ -134,7 +126,7 @@ class EvalCache:
         learns = torch.is_grad_enabled() and weight.requires_grad
         if keeping() and capturing(weight) and not (owner.training or learns) and self._holds(weight, computes):
             return [self._kept[1][compute] for compute in computes]  # type: ignore[index]
-        if (owner.training and not _REUSING.get()) or learns or not can_be_read(weight):
+        if owner.training or learns or not can_be_read(weight):
             self.clear()
             return [compute(weight) for compute in computes]
         kept = self._kept  # once: other threads may empty or replace it meanwhile

@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from bilip.adapters._inspect import comes_from, is_a, is_unchanged, join_parts, no_inverse, split_parts
 from bilip.adapters._proofs import AtanExpScale, Joint, rearranged
 from bilip.adapters.foreign import Base, Foreign, compose
-from bilip.blocks import (
-    AdditiveCoupling,
-    AffineCoupling,
-    Bijection,
-    Chain,
-    Permutation,
-    Scale,
-    Split,
-    TanhExpScale,
-)
+from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Chain, Permutation, Scale, Split, TanhExpScale
 from bilip.errors import InputError, NotInitialized
 
 __all__ = ["FreiaBlock", "recognise"]

@@ -21,17 +21,7 @@ from bilip.adapters._inspect import (
 )
 from bilip.adapters._proofs import rearranged
 from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
-from bilip.blocks import (
-    EXP,
-    SIGMOID,
-    AdditiveCoupling,
-    AffineCoupling,
-    Bijection,
-    ExpScale,
-    Invert,
-    Permutation,
-    Split,
-)
+from bilip.blocks import EXP, SIGMOID, AdditiveCoupling, AffineCoupling, Bijection, ExpScale, Invert, Permutation, Split
 from bilip.errors import InputError, NotInitialized
 
 __all__ = ["NormflowsBase", "NormflowsBlock", "NormflowsMultiscale", "recognise"]

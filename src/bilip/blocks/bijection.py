@@ -17,7 +17,7 @@ from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParamet
 from bilip.nets.certify import remembering
 from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
-__all__ = ["FORMULAS", "Bijection", "Reach", "Step"]
+__all__ = ["FORMULAS", "Bijection", "Composite", "Reach", "Step"]
 
 FORMULAS = ("sharp", "paper")
 
@@ -194,10 +194,10 @@ class Bijection(nn.Module):
         if latent is None:
             box = self._shaped(self.natural_domain() if domain is None else domain, self.shape)
             step = self._prove(self.advance, box, context, formula)
-            return self._result(step, box, step.reach.box, "domain", formula)
+            return self._result(step, box, formula)
         box = self._shaped(latent, None if self.shape is None else self.out_shape(self.shape))
         step = self._prove(self.retreat, box, context, formula)
-        return self._result(step, box, step.reach.box, "domain", formula).swap()
+        return self._result(step, box, formula).swap()
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds F(box): the interval image cut with a ball around the image of the centre."""
@@ -254,8 +254,7 @@ class Bijection(nn.Module):
             )
             raise NoGlobalBound(
                 f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
-                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant "
-                "that holds there; "
+                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant that holds there; "
                 "or use additive coupling, which has a global one."
             )
         row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, output.magnitude)
@@ -279,14 +278,13 @@ class Bijection(nn.Module):
             )
         return box
 
-    def _result(self, step: Step, domain: Box, image: Box, given: str, formula: str) -> BiLipschitz:
+    def _result(self, step: Step, domain: Box, formula: str) -> BiLipschitz:
         dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
         return BiLipschitz(
             log_forward=step.log_forward,
             log_inverse=step.log_inverse,
             domain=domain,
-            image=image,
-            given=given,
+            image=step.reach.box,
             formula=formula,
             eps=torch.finfo(dtype).eps,
             blocks=step.blocks,
@@ -328,9 +326,8 @@ class Bijection(nn.Module):
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise NonFiniteParameters(
-                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so "
-                    "nothing can be proved. "
-                    "Load an earlier checkpoint, or find the step where training diverged."
+                    f"{name!r} of {type(self).__name__} holds {bad} NaN or Inf of {value.numel()} entries, so nothing can be "
+                    "proved. Load an earlier checkpoint, or find the step where training diverged."
                 )
 
     # ---- what a block states about itself, in real arithmetic
@@ -357,8 +354,7 @@ class Bijection(nn.Module):
 
     def _unproved(self, name: str) -> BilipError:
         return BilipError(
-            f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method "
-            "to the block."
+            f"{type(self).__name__} does not define {name}, so no bound can be proved for it. Add the method to the block."
         )
 
     # ---- input checks
@@ -372,8 +368,7 @@ class Bijection(nn.Module):
             raise InputError(f"{who}: expected floating-point input, got {x.dtype}. Convert it with x.float().")
         if x.ndim < 2:
             raise InputError(
-                f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension "
-                "with x[None]."
+                f"{who}: expected a batch, shape (batch, ...), got {tuple(x.shape)}. Add a batch dimension with x[None]."
             )
         if features is not None and (not -x.ndim <= dim < x.ndim or x.shape[dim] != features):
             raise InputError(
@@ -400,3 +395,29 @@ class Bijection(nn.Module):
                 f"{type(self).__name__}: the input is {x.dtype}, the parameters are {parameter.dtype}. "
                 "Convert one of them, for example model.to(x.dtype)."
             )
+
+
+class Composite(Bijection):
+    """A map whose proofs walk through the blocks inside; what is stated about it is what the walk finds."""
+
+    def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
+        """`advance`, or backward `retreat`."""
+        raise self._unproved("_walk")
+
+    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self._walk(reach, context, formula, name, backward=False)
+
+    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
+        return self._walk(reach, context, formula, name, backward=True)
+
+    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.advance(Reach.start(box), context, formula).log_forward
+
+    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
+        return self.retreat(Reach.start(box), context, formula).log_forward
+
+    def interval(self, box: Box, context: Box | None = None) -> Box:
+        return self.enclose(box, context)
+
+    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
+        return self.enclose_inverse(box, context)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip._torch import EvalCache, is_transformed
-from bilip.blocks.bijection import Bijection, Reach, Step
+from bilip.blocks.bijection import Bijection, Composite, Reach, Step
 from bilip.blocks.conv1x1 import InvertibleConv1x1, Stack, invert, log_abs_det
 from bilip.blocks.diagonal import ActNorm
 from bilip.blocks.log_det import one_draw
@@ -19,12 +19,12 @@ from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
 from bilip.errors import InputError
 from bilip.nets.readable import is_itself, is_watched
-from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, held_together
+from bilip.nets.spectral import Held, held_layers, held_together
 
 __all__ = ["Chain"]
 
 
-class Chain(Bijection):
+class Chain(Composite):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
     Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No
@@ -136,12 +136,6 @@ class Chain(Bijection):
                 return domain
         return Box.everything()
 
-    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._walk(reach, context, formula, name, backward=False)
-
-    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._walk(reach, context, formula, name, backward=True)
-
     def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
         total = Step(0.0, 0.0, reach, ())
         prefix = f"{name}." if name else ""
@@ -156,18 +150,6 @@ class Chain(Bijection):
                 total.blocks + step.blocks,
             )
         return total
-
-    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.advance(Reach.start(box), context, formula).log_forward
-
-    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.retreat(Reach.start(box), context, formula).log_forward
-
-    def interval(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose(box, context)
-
-    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose_inverse(box, context)
 
 
 class _Pass:
@@ -186,7 +168,7 @@ class _Pass:
         self.fixed: dict[int, tuple[int, Tensor]] = {}  # features, and logs whose sum counts once for each pixel
         self.terms: list[Tensor] = []
         self.constants: dict[int, list[Tensor]] = {}  # by the number of pixels
-        self.held: list[HeldLinear | HeldConv2d] = []
+        self.held: list[Held] = []
         stacks: dict[tuple[object, ...], dict[int, tuple[Tensor, Tensor | None]]] = {}
         anew = torch.is_grad_enabled() and not is_transformed()  # elsewhere held layers look into their caches
         for k, block in enumerate(self.blocks):  # only these very classes: a subclass may differ

@@ -53,8 +53,7 @@ class InvertibleConv1x1(Bijection):
         super().__init__()
         if channels < 1 or kind not in KINDS:
             raise InputError(
-                f"InvertibleConv1x1(channels={channels}, kind={kind!r}): expected channels >= 1 and kind one "
-                f"of {KINDS}."
+                f"InvertibleConv1x1(channels={channels}, kind={kind!r}): expected channels >= 1 and kind one of {KINDS}."
             )
         self.channels, self.kind = channels, kind
         start = torch.linalg.qr(torch.randn(channels, channels, dtype=torch.float64))[0]
@@ -89,9 +88,8 @@ class InvertibleConv1x1(Bijection):
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         eye = torch.eye(self.channels, dtype=dtype, device=self.lower.device)
         lower = self.lower.to(dtype).tril(-1) + eye
-        diagonal = torch.copysign(
-            self.log_diagonal.to(dtype).exp(), self.sign.to(dtype)
-        )  # only the sign of the sign counts
+        # Only the sign of the sign counts.
+        diagonal = torch.copysign(self.log_diagonal.to(dtype).exp(), self.sign.to(dtype))
         upper = self.upper.to(dtype).triu(1) + torch.diag(diagonal)
         return lower, upper
 

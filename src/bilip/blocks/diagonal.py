@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing
+from bilip._torch import capturing, version_of
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import TINY, Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
@@ -193,8 +193,7 @@ class ActNorm(_Diagonal):
         self.check(x, self.features, self.dim)
         if x.numel() // self.features < 2:
             raise InputError(
-                f"ActNorm: a batch of shape {tuple(x.shape)} has a single value for each feature, too few for "
-                "a deviation. "
+                f"ActNorm: a batch of shape {tuple(x.shape)} has a single value for each feature, too few for a deviation. "
                 "Start from a larger batch."
             )
         values = x.detach().movedim(self.dim, 0).flatten(1).double()
@@ -226,14 +225,14 @@ class ActNorm(_Diagonal):
         seen = self._read
         if torch.compiler.is_compiling() or capturing(flag):  # a value cannot be read here: as it was before
             return seen is not None
-        version = -1 if flag.is_inference() else flag._version
+        version = version_of(flag)
         if flag.device.type != "cpu" and seen is not None and seen[0] is flag and seen[1] == version:
             return True
         try:
             ready = bool(flag.all())
         except (
             RuntimeError
-        ):  # on the meta device, or one for each model of an ensemble under vmap: whoever lends them knows
+        ):  # on the meta device, or one for each model of an ensemble under vmap: whoever lends it knows
             return True
         self._read = (flag, version) if ready else None
         return ready
@@ -247,8 +246,7 @@ class ActNorm(_Diagonal):
     def _require_ready(self) -> None:
         if not self.ready:
             raise NotInitialized(
-                "ActNorm starts from data and has seen none. Pass one batch through the model in training "
-                "mode (model.train(); "
+                "ActNorm starts from data and has seen none. Pass one batch through the model in training mode (model.train(); "
                 "model(x)), or build it with start='identity'."
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bilip.blocks.bijection import Bijection, Reach, Step
+from bilip.blocks.bijection import Bijection, Composite, Reach, Step
 from bilip.blocks.chain import Chain
 from bilip.blocks.wrapped import Wrapped
 from bilip.bounds import BlockBound, Box
@@ -18,7 +18,7 @@ from bilip.nets.readable import is_itself
 __all__ = ["FactorOut", "OnKept"]
 
 
-class _OnPart(Wrapped):
+class _OnPart(Composite, Wrapped):
     """A part of the input goes through the wrapped bijection, the rest is passed on: each constant is the larger of 1 and the inner one."""
 
     shape = None
@@ -61,13 +61,7 @@ class _OnPart(Wrapped):
 
     # ---- proofs: the inner proof on the part that goes through
 
-    def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._inner_proof(reach, context, formula, name, backward=False)
-
-    def retreat(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        return self._inner_proof(reach, context, formula, name, backward=True)
-
-    def _inner_proof(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
+    def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
         split = self._split_latent if backward else self._split
         act = self.wrapped.retreat if backward else self.wrapped.advance
         entered = self.kept_shape if not backward else self.kept_latent
@@ -94,18 +88,6 @@ class _OnPart(Wrapped):
             name or "0", type(self).__name__, max(0.0, -step.log_forward), max(0.0, -step.log_inverse), image.magnitude
         )
         return Step(forward, inverse, fresh, (*step.blocks, row))
-
-    def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.advance(Reach.start(box), context, formula).log_forward
-
-    def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
-        return self.retreat(Reach.start(box), context, formula).log_forward
-
-    def interval(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose(box, context)
-
-    def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        return self.enclose_inverse(box, context)
 
 
 class FactorOut(_OnPart):

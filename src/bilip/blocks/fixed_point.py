@@ -143,6 +143,11 @@ class _Start:
         return FixedPoint(self.best, torch.stack(self.sizes).amin(0), torch.stack(self.under_way).sum(0) + 1)
 
 
+_ACTIVE = (
+    "proposal", "x", "r", "size", "accelerated", "plain_ratio", "start", "stalled", "count", "dx", "dr", "going",
+)  # fmt: skip
+
+
 class _State:
     """The iterates of the samples that are still under way, and the best of all."""
 
@@ -167,21 +172,8 @@ class _State:
         self.going = torch.ones(len(y), dtype=torch.bool, device=y.device)
 
     def keep(self, mask: Tensor) -> None:
-        for name in (
-            "proposal",
-            "x",
-            "r",
-            "size",
-            "accelerated",
-            "plain_ratio",
-            "start",
-            "stalled",
-            "count",
-            "dx",
-            "dr",
-        ):
+        for name in _ACTIVE:
             setattr(self, name, getattr(self, name)[mask])
-        self.going = self.going[mask]
 
     def step(self, r: Tensor, target: Tensor, enough: Tensor, rows: Tensor) -> None:
         """Take in the residual at the proposal and make the next one."""

@@ -40,7 +40,7 @@ from torch import Tensor
 from bilip import _linalg
 from bilip.blocks._nets import require_shape
 from bilip.errors import InputError
-from bilip.nets.replay import hooks_wait
+from bilip.nets.replay import Conditions, hooks_wait, leaves_behind
 
 __all__ = ["Exact", "Geometric", "Poisson", "Roulette", "Series", "series_error"]
 
@@ -328,39 +328,10 @@ def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> t
         if not wants_graph:
             return value.detach(), total
         stated = [tensor for tensor in getattr(g, "inputs", ()) if tensor.requires_grad]
-        inputs = [*stated, *_other_leaves(value, [inner, *stated])]
+        inputs = [*stated, *leaves_behind([value], [inner, *stated])]
     kept = None if getattr(g, "recompute", False) else (inner, value)
-    pair = _Pair(g, v, tuple(sums), value.detach(), total, kept, len(inputs) > len(stated), _Precision(x))
+    pair = _Pair(g, v, tuple(sums), value.detach(), total, kept, len(inputs) > len(stated), Conditions.now(x))
     return _WithNeumannGradient.apply(pair, x, *inputs)  # type: ignore[return-value]
-
-
-def _other_leaves(value: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that a value depends on by ways that do not lead through known tensors."""
-    stop = {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
-    have, found = {id(tensor) for tensor in known}, []
-    seen, ahead = set(stop), [value.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in have:
-            found.append(leaf)
-        ahead += (after for after, _ in node.next_functions)
-    return found
-
-
-class _Precision:
-    """The autocast of a forward pass, for what is evaluated again in the backward pass."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device.type
-        self.enabled = torch.is_autocast_enabled(self.device)
-        self.dtype = torch.get_autocast_dtype(self.device)
-
-    def same(self) -> torch.autocast:
-        return torch.autocast(self.device, self.dtype, self.enabled)
 
 
 @dataclass
@@ -385,7 +356,7 @@ class _Pair:
     total: Tensor | None
     kept: tuple[Tensor, Tensor] | None
     shared: bool
-    precision: _Precision
+    precision: Conditions
 
     def evaluated(self, x: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
         """An input and the value there, connected; for a second derivative the input has to be x itself."""
@@ -394,7 +365,7 @@ class _Pair:
             self.kept = None
             return inner, value
         inner = x if twice and x.requires_grad else x.detach().requires_grad_()
-        with self.precision.same():
+        with self.precision.again():
             return inner, getattr(self.g, "again", self.g)(inner)
 
     def surrogate(self, inner: Tensor, value: Tensor) -> Tensor:
@@ -565,15 +536,7 @@ class ByAutograd(Activation):
         _, value, slope = self._derivative(h, graph=False)
         return value.detach(), slope, ()
 
-    def backward(
-        self,
-        h: Tensor,
-        look: Look,
-        grad: Tensor | None,
-        bend: Tensor | None,
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def backward(self, h, look, grad, bend, tensors, needs):
         found = None if grad is None else grad * look[1]
         if bend is not None:
             inner, _, slope = self._derivative(h, graph=True)
@@ -607,15 +570,7 @@ class LipSwish(Activation):
         s = torch.sigmoid(u)
         return (h * s).div_(1.1), _aten.silu_backward(u.new_full((), 1 / 1.1), u), (u, s)
 
-    def backward(
-        self,
-        h: Tensor,
-        look: Look,
-        grad: Tensor | None,
-        bend: Tensor | None,
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    def backward(self, h, look, grad, bend, tensors, needs):
         _, slope, (u, s) = look
         if bend is None:
             if grad is None or not needs[0]:
@@ -780,7 +735,7 @@ class _StackedGradient(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: by autograd
             pair = _Pair(
-                lambda t: list(stack.steps(t, tensors))[-1], v, tuple(sums), None, None, None, True, _Precision(x)
+                lambda t: list(stack.steps(t, tensors))[-1], v, tuple(sums), None, None, None, True, Conditions.now(x)
             )
             return (*[None] * 4, *_pulled(pair, x, tensors, needed, grads))
         kept = (

@@ -13,7 +13,7 @@ from bilip._torch import can_be_read, is_transformed
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
-from bilip.errors import BilipError, InputError, MissingExtra, SolverFailed
+from bilip.errors import BilipError, InputError, SolverFailed, need
 from bilip.nets import certify
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 
@@ -65,9 +65,8 @@ class NeuralODE(Bijection):
         super().__init__()
         if not 0 < time < math.inf or trace not in ("exact", "hutchinson") or min(rtol, atol) <= 0:
             raise InputError(
-                f"NeuralODE(time={time}, trace={trace!r}, rtol={rtol}, atol={atol}): expected a positive "
-                "time, trace 'exact' or 'hutchinson', "
-                "and positive tolerances."
+                f"NeuralODE(time={time}, trace={trace!r}, rtol={rtol}, atol={atol}): expected a positive time, trace 'exact' or "
+                "'hutchinson', and positive tolerances."
             )
         self.f = require_module("NeuralODE", "f", f)
         self.time, self.trace, self.method, self.rtol, self.atol = float(time), trace, method, rtol, atol
@@ -85,7 +84,7 @@ class NeuralODE(Bijection):
         return value
 
     def _integrate(self, state: Any, field: Any, backward: bool) -> Any:
-        torchdiffeq = _torchdiffeq()
+        torchdiffeq = need("torchdiffeq", "the neural ODE block", "ode")
         like = state[0] if isinstance(state, tuple) else state
         ends = [self.time, 0.0] if backward else [0.0, self.time]
         times = torch.tensor(ends, dtype=like.dtype, device=like.device)
@@ -99,8 +98,7 @@ class NeuralODE(Bijection):
             raise
         except (AssertionError, ValueError, RuntimeError) as error:
             raise SolverFailed(
-                f"NeuralODE: the solver {self.method!r} failed ({str(error) or 'step size underflow'}). "
-                "Loosen rtol and atol, "
+                f"NeuralODE: the solver {self.method!r} failed ({str(error) or 'step size underflow'}). Loosen rtol and atol, "
                 "hold the field to a smaller constant, or use float64."
             ) from error
         end = tuple(part[-1] for part in path) if isinstance(path, tuple) else path[-1]
@@ -228,11 +226,3 @@ def _trace(value: Tensor, x: Tensor, probe: Tensor | None, graph: bool) -> Tenso
         (row,) = torch.autograd.grad(flat[:, k].sum(), x, create_graph=graph, retain_graph=True)
         total = total + row.flatten(1)[:, k]
     return total
-
-
-def _torchdiffeq() -> Any:
-    try:
-        import torchdiffeq
-    except ImportError as error:
-        raise MissingExtra("the neural ODE block needs torchdiffeq: pip install 'bilip[ode]'.") from error
-    return torchdiffeq

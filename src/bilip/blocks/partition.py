@@ -88,8 +88,7 @@ class Split(Partition):
         size = total // 2 if self.size is None else self.size
         if not 0 < size < total:
             raise PartitionError(
-                f"{self}: an input of shape {tuple(x.shape)} cannot be divided along dimension {self.dim} "
-                f"into {size} and "
+                f"{self}: an input of shape {tuple(x.shape)} cannot be divided along dimension {self.dim} into {size} and "
                 f"{total - size} entries; both parts need at least one."
             )
         first, second = x.split((size, total - size), self.dim)

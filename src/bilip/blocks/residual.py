@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from bilip._torch import capturing, is_transformed, reusing
+from bilip._torch import capturing, is_transformed
 from bilip.blocks._nets import _faster_channels_last, call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -24,7 +24,7 @@ from bilip.nets import MLP, ConvNet, certify
 from bilip.nets.activations import ScaledSwish
 from bilip.nets.layers import Declared
 from bilip.nets.readable import is_watched, tampered
-from bilip.nets.replay import hooks_wait, modes_again
+from bilip.nets.replay import Seeds, hooks_wait, modes_again
 from bilip.nets.spectral import HeldConv2d, HeldLinear, again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution", "inverting"]
@@ -115,10 +115,8 @@ class Residual(Bijection):
         log = certify.log_lipschitz(self.g) if cap is None else cap
         if not log < -1e-9:
             raise NotAContraction(
-                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is "
-                "invertible for a constant below 1. "
-                "Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a "
-                "smaller constant."
+                f"Residual: Lip(g) is certified only as {math.exp(min(log, 700)):.6g}, but x + g(x) is invertible for a constant "
+                "below 1. Build g from held layers, for example bilip.nets.MLP(..., lipschitz=0.9), or declare a smaller constant."
             )
         return exp_up(log)
 
@@ -161,8 +159,7 @@ class Residual(Bijection):
             worst = int(bad[torch.argmax(solution.error_bound[bad])])
             raise NotConverged(
                 f"Residual: {len(bad)} of {len(z)} inverses missed their tolerance; worst is sample {worst}, residual "
-                f"{float(solution.residual[worst]):.3g}, error at most "
-                f"{float(solution.error_bound[worst]):.3g}, asked for "
+                f"{float(solution.residual[worst]):.3g}, error at most {float(solution.error_bound[worst]):.3g}, asked for "
                 f"{float(solution.tolerance[worst]):.3g} ({z.dtype}, {int(solution.evaluations[worst])} evaluations). "
                 "Ask for a larger tolerance, use float64, or take solve() and its flags.",
                 solution,
@@ -200,8 +197,8 @@ class Residual(Bijection):
             worst = int(torch.where(torch.isfinite(last), last, 0.0).argmax())
             raise InputError(
                 f"solve(tolerance={tolerance:g}) is below what {z.dtype} can give: a vector of length "
-                f"{float(norms(z)[worst]):.3g} is itself "
-                f"only stored to about {float(last[worst]) / 4:.1g}. Ask for more than that, or use float64."
+                f"{float(norms(z)[worst]):.3g} is itself only stored to about {float(last[worst]) / 4:.1g}. Ask for more than "
+                "that, or use float64."
             )
 
         def g(x: Tensor, rows: Tensor) -> Tensor:
@@ -210,21 +207,15 @@ class Residual(Bijection):
         enough = asked * (1 - c) / 2
         target = enough / 4 if tolerance is None else enough  # errors add up over many blocks: no more than rounding
         options = {"method": method, "memory": memory, "max_evaluations": self.max_evaluations}
-        with reusing(), again(pinned(self.g)):
+        with again(pinned(self.g)):
             found = solve_fixed_point(g, z, target, enough=enough, expect=tolerance is not None, **options)
             x, evaluations = found.x, found.evaluations
             residual, rounding = self._residual(x, z, context)
             missed = (found.residual > target) & ~((residual + rounding) / (1 - c) * (1 + 8 * EPS) <= asked)
             if tolerance is not None and bool(missed.any()):  # what was expected has not come true
                 left = missed.nonzero().squeeze(1)
-                more = solve_fixed_point(
-                    lambda x, rows: g(x, left[rows]),
-                    z[left],
-                    target[left],
-                    enough=enough[left],
-                    start=x[left],
-                    **options,
-                )
+                options |= {"enough": enough[left], "start": x[left]}
+                more = solve_fixed_point(lambda x, rows: g(x, left[rows]), z[left], target[left], **options)
                 x = x.index_copy(0, left, more.x)
                 evaluations = evaluations.index_add(0, left, more.evaluations)
                 residual, rounding = self._residual(x, z, context)
@@ -336,7 +327,7 @@ class _Branch:
         self.tensors = {**dict(block.g.named_parameters()), **dict(block.g.named_buffers())}
         self.held = held_now(block.g)
         self.draws = any(isinstance(part, (Declared, nn.modules.dropout._DropoutNd)) for part in block.g.modules())
-        self.random: _RandomState | None = None
+        self.seeds = Seeds(x)
         self.modes = [(part, part.training) for part in block.g.modules()]
         self.before: dict[str, Tensor] = {}  # buffers of nets that may move them, as they were
         self.recompute = block.recompute and not (self.draws and capturing(x))
@@ -361,15 +352,14 @@ class _Branch:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.draws and not capturing(x):
-            self.random = _RandomState(x)
+            self.seeds.remember(0)
             self.before = {name: buffer.detach().clone() for name, buffer in self.block.g.named_buffers()}
         return self.block.branch(x, self.context)
 
     def again(self, x: Tensor) -> Tensor:
         """The same function in a backward pass."""
         g, now = self.block.g, {**dict(self.block.g.named_parameters()), **dict(self.block.g.named_buffers())}
-        random = contextlib.nullcontext() if self.random is None else self.random.again()
-        with again(self.held), modes_again(self.modes), random:
+        with again(self.held), modes_again(self.modes), self.seeds.again(0):
             if not self.before and all(tensor is now.get(name) for name, tensor in self.tensors.items()):
                 return self.block.branch(x, self.context)
             tensors = {**self.tensors, **{name: buffer.clone() for name, buffer in self.before.items()}}
@@ -426,24 +416,6 @@ def _part(layer: nn.Module, x: Tensor) -> Affine | Activation | None:
         return None
     options = list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups  # type: ignore[arg-type]
     return Affine(tensors, options)  # type: ignore[arg-type]
-
-
-class _RandomState:
-    """The state of torch's generators for the device of a tensor."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device
-        self.host = torch.get_rng_state()
-        self.there = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, numbers are drawn from that state; outside, nothing was drawn."""
-        with torch.random.fork_rng([self.device] if self.there is not None else []):
-            torch.set_rng_state(self.host)
-            if self.there is not None:
-                torch.cuda.set_rng_state(self.there, self.device)
-            yield
 
 
 class _ImplicitInverse(torch.autograd.Function):

@@ -229,12 +229,8 @@ class TanhExpScale(Scale):
             log_cosh = v.abs() + F.softplus(-2 * v.abs()) - math.log(2)
             return math.log(c) - 2 * log_cosh + sign * c * torch.tanh(v)
 
-        value, reciprocal, slope, reciprocal_slope = (
-            c * torch.tanh(high),
-            -c * torch.tanh(low),
-            log_slope(1),
-            log_slope(-1),
-        )
+        value, reciprocal = c * torch.tanh(high), -c * torch.tanh(low)
+        slope, reciprocal_slope = log_slope(1), log_slope(-1)
         if self.floor:
             floor = torch.full_like(low, math.log(self.floor))
             value, reciprocal = torch.logaddexp(value, floor), -torch.logaddexp(-reciprocal, floor)
@@ -251,12 +247,7 @@ SIGMOID = SigmoidScale()
 HALF_SIGMOID = SigmoidScale(low=0.5)
 EXP = ExpScale()
 
-_NAMED: dict[str, Scale] = {
-    "sigmoid": SIGMOID,
-    "half_sigmoid": HALF_SIGMOID,
-    "exp": EXP,
-    "tanh_exp": TanhExpScale(),
-}
+_NAMED: dict[str, Scale] = {"sigmoid": SIGMOID, "half_sigmoid": HALF_SIGMOID, "exp": EXP, "tanh_exp": TanhExpScale()}
 _KINDS = {kind.__name__: kind for kind in (SigmoidScale, ExpScale, TanhExpScale)}
 
 

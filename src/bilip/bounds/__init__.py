@@ -11,35 +11,7 @@ constants are logarithms, because products over a network overflow, and every op
 
 from bilip.bounds.bilipschitz import BiLipschitz, BlockBound
 from bilip.bounds.box import Box
-from bilip.bounds.logs import (
-    EPS,
-    TINY,
-    as_float64,
-    exp_down,
-    exp_up,
-    log_norm,
-    log_of,
-    log_product,
-    log_sum,
-    log_triangular_norm,
-    norms,
-    shares,
-)
+from bilip.bounds.logs import *  # noqa: F403
+from bilip.bounds.logs import __all__ as _arithmetic
 
-__all__ = [
-    "EPS",
-    "TINY",
-    "BiLipschitz",
-    "BlockBound",
-    "Box",
-    "as_float64",
-    "exp_down",
-    "exp_up",
-    "log_norm",
-    "log_of",
-    "log_product",
-    "log_sum",
-    "log_triangular_norm",
-    "norms",
-    "shares",
-]
+__all__ = ["BiLipschitz", "BlockBound", "Box", *_arithmetic]  # pyright: ignore[reportUnsupportedDunderAll]

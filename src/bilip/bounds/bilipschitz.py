@@ -126,7 +126,7 @@ class BiLipschitz:
 
     def swap(self) -> BiLipschitz:
         """The bound of the inverse map."""
-        return replace_bound(
+        return replace(
             self,
             log_forward=self.log_inverse,
             log_inverse=self.log_forward,
@@ -202,12 +202,6 @@ class BiLipschitz:
     def __repr__(self) -> str:
         where = f"domain={self.domain}" if self.given == "domain" else f"latent={self.image}"
         return f"BiLipschitz(forward={_number(self.log_forward)}, inverse={_number(self.log_inverse)}, {where})"
-
-
-def replace_bound(bound: BiLipschitz, **changes: object) -> BiLipschitz:
-    """A copy with some fields changed."""
-    names = ("log_forward", "log_inverse", "domain", "image", "given", "formula", "eps", "blocks")
-    return BiLipschitz(**{**{name: getattr(bound, name) for name in names}, **changes})  # type: ignore[arg-type]
 
 
 def _one_of(name: str, value: float | None, log: float | None) -> float:

@@ -37,8 +37,7 @@ class Box:
                 low_, high_ = low_.expand(tuple(shape)), high_.expand(tuple(shape))
         except (RuntimeError, TypeError, ValueError) as error:
             raise InputError(
-                f"Box({_short(low)}, {_short(high)}, shape={shape}): the ends must be numbers or tensors that "
-                "broadcast "
+                f"Box({_short(low)}, {_short(high)}, shape={shape}): the ends must be numbers or tensors that broadcast "
                 f"to one shape ({error})."
             ) from error
         if torch.isnan(low_).any() or torch.isnan(high_).any():

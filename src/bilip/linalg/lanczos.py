@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,27 +62,33 @@ def largest_singular_value(
     """
     v = start / start.norm(dim=1, keepdim=True)
     batch, size = v.shape
-    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
-    u = apply(v)
     found: Extreme | None = None
     steps = min(steps, size)
-    for k in range(1, steps + 1):
-        u = _orthogonal(u, lefts)
-        alpha = u.norm(dim=1)
-        u = u / alpha.clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        lefts.append(u)
-        alphas.append(alpha)
-        w = _orthogonal(adjoint(u) - alpha[:, None] * v, rights)
-        beta = w.norm(dim=1)
-        betas.append(beta)
-        if k == steps or k % 10 == 0 or bool((beta <= 1e-14 * alpha).all()):
+    for k, (alphas, betas, rights) in enumerate(_bidiagonalised(apply, adjoint, v, steps), 1):
+        if k == steps or k % 10 == 0 or bool((betas[-1] <= 1e-14 * alphas[-1]).all()):
             found = _ritz(alphas, betas, rights, k)
             if not bool(torch.isfinite(found.value).all()) or bool((found.residual <= tolerance).all()):
                 return found
-        v = w / beta.clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        rights.append(v)
-        u = apply(v) - beta[:, None] * u
     return found or Extreme(torch.zeros(batch), torch.full((batch,), torch.inf), v, steps)
+
+
+def _bidiagonalised(
+    apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], v: Tensor, steps: int
+) -> Iterator[tuple[list[Tensor], list[Tensor], _Basis]]:
+    """After each step the two diagonals so far, and the right vectors; the same lists, which grow."""
+    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
+    u, tiny = apply(v), torch.finfo(v.dtype).tiny
+    for _ in range(steps):
+        u = _orthogonal(u, lefts)
+        alphas.append(u.norm(dim=1))
+        u = u / alphas[-1].clamp_min(tiny)[:, None]
+        lefts.append(u)
+        w = _orthogonal(adjoint(u) - alphas[-1][:, None] * v, rights)
+        betas.append(w.norm(dim=1))
+        yield alphas, betas, rights
+        v = w / betas[-1].clamp_min(tiny)[:, None]
+        rights.append(v)
+        u = apply(v) - betas[-1][:, None] * u
 
 
 def mean_log_brackets(
@@ -116,18 +122,7 @@ def mean_log_brackets(
         True
     """
     v = start / start.norm(dim=1, keepdim=True)
-    rights, lefts, alphas, betas = _Basis(v), _Basis(), [], []
-    u = apply(v)
-    for _ in range(min(steps, v.shape[1] - 1)):
-        u = _orthogonal(u, lefts)
-        alphas.append(u.norm(dim=1))
-        u = u / alphas[-1].clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        lefts.append(u)
-        w = _orthogonal(adjoint(u) - alphas[-1][:, None] * v, rights)
-        betas.append(w.norm(dim=1))
-        v = w / betas[-1].clamp_min(torch.finfo(u.dtype).tiny)[:, None]
-        rights.append(v)
-        u = apply(v) - betas[-1][:, None] * u
+    *_, (alphas, betas, _) = _bidiagonalised(apply, adjoint, v, min(steps, v.shape[1] - 1))
     a, b = torch.stack(alphas, 1), torch.stack(betas, 1)
     lows, highs = [], []
     for k in range(len(start)):  # one by one: small, and batched decompositions are not safe on every machine

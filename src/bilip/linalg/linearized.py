@@ -175,33 +175,28 @@ class LinearPart:
     def solve_adjoint(self, v: Tensor) -> Tensor:
         r"""$J^{-\top} v$."""
         self._check()
-        return self._solve_adjoint(v)
+        return self._solve(v, transpose=True)
 
-    def _solve_adjoint(self, v: Tensor) -> Tensor:
+    def _solve(self, w: Tensor, *, transpose: bool = False) -> Tensor:
+        r"""$J^{-1} w$, or $J^{-\top} w$, on the road that was chosen."""
         if self._road == "structured" and self._structure is not None:
-            return self._structure.solve_adjoint(v.reshape(len(v), *self.x.shape[1:])).flatten(1)
-        if self._road == "inverse":
-            return self._over(vjp, vjp_many, self._inverse, self.z, v, self.x)
-        if self._road == "contraction":
-            return self._contract(self.adjoint, v)
-        if self._road == "triangle":
-            moved, scale = self._diagonal()
-            second = moved * v / scale
-            return (1 - moved) * (v - self.adjoint(second)) + second
-        return self._backslash(v, transpose=True)
-
-    def _solve(self, w: Tensor) -> Tensor:
-        if self._road == "structured" and self._structure is not None:
-            return self._structure.solve(w.reshape(len(w), *self.z.shape[1:])).flatten(1)
+            act, like = (self._structure.solve_adjoint, self.x) if transpose else (self._structure.solve, self.z)
+            return act(w.reshape(len(w), *like.shape[1:])).flatten(1)
+        if self._road == "inverse" and transpose:
+            return self._over(vjp, vjp_many, self._inverse, self.z, w, self.x)
         if self._road == "inverse":
             return self._over(jvp, jvp_many, self._inverse, self.z, w, self.z)
         if self._road == "contraction":
-            return self._contract(self.apply, w)
+            return self._contract(self.adjoint if transpose else self.apply, w)
         if self._road == "triangle":
             moved, scale = self._diagonal()
+            if transpose:
+                second = moved * w / scale
+                return (1 - moved) * (w - self.adjoint(second)) + second
             first = (1 - moved) * w
             return first + moved * (w - self.apply(first)) / scale
-        return self._backslash(w, transpose=False)
+        matrix = self._matrix().mT if transpose else self._matrix()
+        return _linalg.solve(matrix, w.T).T if len(self.x) == 1 else _linalg.solve(matrix, w[..., None])[..., 0]
 
     def _diagonal(self) -> tuple[Tensor, Tensor]:
         """Which entries a coupling block transforms, and their scales; 1 for the others."""
@@ -221,10 +216,6 @@ class LinearPart:
             if not change > 1e-14:
                 break
         return v
-
-    def _backslash(self, w: Tensor, *, transpose: bool) -> Tensor:
-        matrix = self._matrix().mT if transpose else self._matrix()
-        return _linalg.solve(matrix, w.T).T if len(self.x) == 1 else _linalg.solve(matrix, w[..., None])[..., 0]
 
     def _check(self) -> None:
         """Choose the first road on which J J^-1 w = w holds, and keep the residual as the error estimate."""
@@ -249,7 +240,7 @@ class LinearPart:
                 continue
             self._road = road
             try:
-                v, u = self._solve(w), self._solve_adjoint(w)
+                v, u = self._solve(w), self._solve(w, transpose=True)
                 left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
                 # The adjoint belongs to the same map: <w, J^-1 w> = <J^-T w, w>.
                 pair = ((w * v).sum(1) - (u * w).sum(1)).abs() / (

@@ -324,12 +324,7 @@ class _Graph:
             self.probes = [torch.zeros_like(output, requires_grad=True) for output in self.outputs]
             with torch.enable_grad():
                 self.vjp_of_probes = torch.autograd.grad(
-                    self.outputs,
-                    self.point,
-                    self.probes,
-                    create_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
+                    self.outputs, self.point, self.probes, create_graph=True, allow_unused=True, materialize_grads=True
                 )[0]
         if not self.vjp_of_probes.requires_grad:
             return [torch.zeros_like(probe) for probe in self.probes]

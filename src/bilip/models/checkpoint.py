@@ -25,7 +25,7 @@ import bilip
 from bilip._torch import dtype_name
 from bilip.blocks import Bijection, Flow
 from bilip.blocks.scale import Scale
-from bilip.errors import BilipError, CheckpointError, MissingExtra
+from bilip.errors import BilipError, CheckpointError, need
 from bilip.record import write_aside
 from bilip.record.files import UNSEALED, is_whole, read_file, seal
 from bilip.record.header import Header, read_header
@@ -82,9 +82,8 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if not _complete(config):
         raise CheckpointError(
-            f"this {type(model).__name__} was not built by a function of bilip.models, so a file could not "
-            "say how to build it again. "
-            "Save its weights with safetensors and load them into a model that your own code builds."
+            f"this {type(model).__name__} was not built by a function of bilip.models, so a file could not say how to build it "
+            "again. Save its weights with safetensors and load them into a model that your own code builds."
         )
     return config  # type: ignore[return-value]
 
@@ -142,22 +141,9 @@ class _AtMost(TorchFunctionMode):
     thousand calls, and one that asks for a matrix of terabytes before there is one.
     """
 
-    MAKERS = frozenset(
-        [
-            "empty",
-            "zeros",
-            "ones",
-            "full",
-            "rand",
-            "randn",
-            "randint",
-            "randperm",
-            "normal",
-            "arange",
-            "linspace",
-            "eye",
-        ]
-    )
+    MAKERS = (
+        "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "normal", "arange", "linspace", "eye",
+    )  # fmt: skip
 
     def __init__(self, tensors: int, numbers: int) -> None:
         super().__init__()
@@ -331,9 +317,5 @@ def _some(items: list[str]) -> str:
     return "none" if not items else ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
-def _safetensors():
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingExtra("saving and loading models needs safetensors: pip install 'bilip[train]'.") from error
-    return safetensors.torch
+def _safetensors() -> Any:
+    return need("safetensors.torch", "saving and loading models", "train")

@@ -65,8 +65,7 @@ def classifier(trunk: Bijection, *, classes: int = 10) -> Classifier:
     """
     if not isinstance(trunk, Bijection) or trunk.shape is None:
         raise InputError(
-            "classifier: the trunk must be a Bijection that knows its shape, for example "
-            "bilip.models.glow((3, 32, 32))."
+            "classifier: the trunk must be a Bijection that knows its shape, for example bilip.models.glow((3, 32, 32))."
         )
     if classes < 2:
         raise InputError(f"classifier(classes={classes}): expected 2 or more.")

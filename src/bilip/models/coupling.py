@@ -79,15 +79,8 @@ def real_nvp(
         first = features // 2
         seen, moved = (features - first, first) if swap else (first, features - first)
         outputs = moved if coupling == "additive" else 2 * moved
-        net = MLP(
-            seen,
-            outputs,
-            hidden=hidden,
-            activation=activation,
-            context=context,
-            zero_init=zero_init,
-            lipschitz=lipschitz,
-        )
+        options = {"hidden": hidden, "activation": activation, "context": context, "zero_init": zero_init}
+        net = MLP(seen, outputs, lipschitz=lipschitz, **options)
         net = nn.Sequential(activations.make(activation), net) if preactivate else net
         if actnorm:
             chain.append(ActNorm(features))

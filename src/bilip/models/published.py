@@ -28,6 +28,7 @@ from bilip.blocks import (
     Flow,
     InvertibleConv1x1,
     Logit,
+    Permutation,
     Residual,
     Split,
     Squeeze,
@@ -83,9 +84,8 @@ def import_glow(weights: Weights | str | Path) -> Flow:
         raise CheckpointError(
             "import_glow: expected the tensors flow.layers.1.... of an unconditional Glow; there are none, or it is conditioned on classes."
         )
-    levels: list[tuple[list[int], int | None]] = [
-        ([], None)
-    ]  # numbers of the steps of a level, and of the split that ends it
+    # Numbers of the steps of a level, and of the split that ends it.
+    levels: list[tuple[list[int], int | None]] = [([], None)]
     for k in numbers:
         if f"flow.layers.{k}.conv.conv.weight" in read.tensors:
             levels[-1] = (levels[-1][0], k)
@@ -149,8 +149,6 @@ def _mixing(read: _Reader, name: str, channels: int) -> Bijection:
         if not torch.equal(torch.zeros_like(p).index_put_((p.argmax(0), torch.arange(len(p))), torch.ones(())), p):
             raise CheckpointError(f"import_glow: {inner}p is not a permutation matrix.")
         return _filled(block, values)
-    from bilip.blocks import Permutation
-
     return Permutation.reverse(channels)
 
 
@@ -348,9 +346,8 @@ class _Reader:
 def _tensors(weights: Weights | str | Path) -> Weights:
     if isinstance(weights, (str, Path)):
         try:
-            with torch.serialization.safe_globals(
-                [argparse.Namespace]
-            ):  # options, which one of the codes keeps beside its tensors
+            # Options, which one of the codes keeps beside its tensors.
+            with torch.serialization.safe_globals([argparse.Namespace]):
                 weights = torch.load(weights, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged files raise errors of any kind
             raise CheckpointError(f"{weights} holds no tensors that can be read safely ({error!s:.200}).") from error

@@ -66,9 +66,8 @@ def residual_flow(
     if isinstance(shape, int):
         if shape < 1 or not isinstance(blocks, int) or blocks < 1 or squeeze_first or factor_out or dense_blocks:
             raise InputError(
-                f"residual_flow({shape}, blocks={blocks!r}): for vectors give a size and a number of blocks; "
-                "squeeze_first, factor_out and "
-                "dense_blocks are for images."
+                f"residual_flow({shape}, blocks={blocks!r}): for vectors give a size and a number of blocks; squeeze_first, "
+                "factor_out and dense_blocks are for images."
             )
         sizes = (128,) * 4 if hidden is None else (hidden,) if isinstance(hidden, int) else tuple(hidden)
         return Chain(*start, *held.on_vectors(shape, blocks, sizes, context, actnorm=bool(actnorm)), shape=(shape,))
@@ -113,9 +112,8 @@ def _image_sizes(
         or context
     ):
         raise InputError(
-            f"residual_flow({shape}, blocks={scales}, hidden={width}): expected (C, H, W) with H and W "
-            f"divisible by {2**squeezes}, a number of "
-            "blocks for each scale, one hidden size, and no context."
+            f"residual_flow({shape}, blocks={scales}, hidden={width}): expected (C, H, W) with H and W divisible by "
+            f"{2**squeezes}, a number of blocks for each scale, one hidden size, and no context."
         )
     return shape, scales, width
 

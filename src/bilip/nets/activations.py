@@ -159,10 +159,7 @@ def _scaled_swish(module: ScaledSwish) -> Facts | None:
     if not 1e-290 < beta < INF:
         return None
     return _valley(
-        SWISH_LIPSCHITZ / 1.1,
-        lambda v: v * torch.sigmoid(beta * v) / 1.1,
-        SWISH_ARGMIN / beta,
-        SWISH_MIN / beta / 1.1,
+        SWISH_LIPSCHITZ / 1.1, lambda v: v * torch.sigmoid(beta * v) / 1.1, SWISH_ARGMIN / beta, SWISH_MIN / beta / 1.1
     )
 
 

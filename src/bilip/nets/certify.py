@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from bilip.nets.spectral import HeldConv2d, HeldLinear
 
 __all__ = ["double_twin", "enclose", "log_cap", "log_lipschitz", "point_image"]
 
+T = TypeVar("T")
 _MEMO: ContextVar[dict | None] = ContextVar("norms", default=None)
 
 
@@ -45,13 +47,7 @@ def log_lipschitz(net: nn.Module, shape: Shape | None = None, outputs: slice | N
         >>> log_lipschitz(net) < math.log(10)
         True
     """
-    memo = _MEMO.get()
-    if memo is None:
-        return _log_lipschitz(net, shape, outputs)
-    key = (id(net), shape, _ends(outputs))
-    if key not in memo:
-        memo[key] = (net, _log_lipschitz(net, shape, outputs))  # holding the net keeps its id from being used again
-    return memo[key][1]
+    return _remembered((id(net), shape, _ends(outputs)), net, lambda: _log_lipschitz(net, shape, outputs))
 
 
 def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
@@ -60,7 +56,12 @@ def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
 
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile."""
+    """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile.
+
+    What is remembered is as old as the context, so that no proof speaks of weights that have changed since. A cache that outlives a proof
+    could not promise that: no counter moves when somebody writes through `weight.data` or sets `Declared.lipschitz`. And it is no
+    argument, because it would have to go through the methods with which blocks of users state what is proved about them.
+    """
     token = _MEMO.set({} if _MEMO.get() is None else _MEMO.get())
     try:
         yield
@@ -68,9 +69,19 @@ def remembering() -> Iterator[None]:
         _MEMO.reset(token)
 
 
+def _remembered(key: tuple[Any, ...], owner: nn.Module, compute: Callable[[], T]) -> T:
+    """What was computed under a key; holding its owner keeps the owner's id from being used again."""
+    memo = _MEMO.get()
+    if memo is None:
+        return compute()
+    if key not in memo:
+        memo[key] = owner, compute()
+    return memo[key][1]
+
+
 def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -> float:
     readings, columns = _read(net)
-    memo, total = _MEMO.get(), 0.0
+    total = 0.0
     for index, (layer, reading) in enumerate(zip(_layers(net), readings, strict=True)):
         rows, inputs = outputs if index == len(readings) - 1 else None, columns if index == 0 else None
         key = (
@@ -80,14 +91,16 @@ def _log_lipschitz(net: nn.Module, shape: Shape | None, outputs: slice | None) -
             _ends(rows),
             _ends(inputs),
         )  # all but the last serve every part of the outputs
-        if memo is None or key not in memo:
-            found = layer, reading.log_lipschitz(shape, rows, inputs), reading.out_shape(shape)
-            if memo is not None:
-                memo[key] = found
-        else:
-            found = memo[key]
-        total, shape = log_product(total, found[1]), found[2]
+        log, shape = _remembered(key, layer, partial(_through, reading, shape, rows, inputs))
+        total = log_product(total, log)
     return total
+
+
+def _through(
+    reading: Reading, shape: Shape | None, rows: slice | None, inputs: slice | None
+) -> tuple[float, Shape | None]:
+    """The log of the constant of a layer for inputs of a shape, and the shape after it."""
+    return reading.log_lipschitz(shape, rows, inputs), reading.out_shape(shape)
 
 
 def _layers(net: nn.Module) -> list[nn.Module]:
@@ -172,23 +185,13 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
 
 def ball_and_interval(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     r"""The intersection of the interval image and the ball of radius $\mathrm{Lip} \cdot |\text{radius}|_2$ around the centre's image."""
-    memo = _MEMO.get()
-    if memo is None:
-        return _ball_and_interval(net, box, context)
-    known = memo.setdefault(
-        ("image", id(net)), []
-    )  # of the last two boxes: a block asks for both of them once for each statement
-    for _, old, given, image in known:
-        if _same(old, box) and _same(given, context):
+    # Of the last two boxes: a block asks for both of them once for each statement.
+    known: list[tuple[Box, Box | None, Box]] = _remembered(("image", id(net)), net, list)
+    for old, given, image in known:
+        if old == box and given == context:
             return image
-    known[:] = [*known[-1:], (net, box, context, _ball_and_interval(net, box, context))]
-    return known[-1][3]
-
-
-def _same(a: Box | None, b: Box | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a is b or (torch.equal(a.low, b.low) and torch.equal(a.high, b.high))
+    known[:] = [*known[-1:], (box, context, _ball_and_interval(net, box, context))]
+    return known[-1][2]
 
 
 def _ball_and_interval(net: nn.Module, box: Box, context: Box | None) -> Box:

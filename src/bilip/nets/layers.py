@@ -205,11 +205,7 @@ class ConvNet(LayeredNet):
 
         last = GainConv2d(hidden, out_channels) if gain and share is None else conv(hidden, out_channels, 3)
         self.layers = nn.Sequential(
-            conv(in_channels + context, hidden, 3),
-            activate(),
-            conv(hidden, hidden, 1),
-            activate(),
-            last,
+            conv(in_channels + context, hidden, 3), activate(), conv(hidden, hidden, 1), activate(), last
         )
 
 

@@ -109,7 +109,7 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
         """Divide by the size, and return it too."""
         if (
             a.is_complex()
-        ):  # pairs of real numbers: divisions and absolute values of complex ones take several times as long
+        ):  # as pairs of real numbers: dividing complex ones takes several times as long, so does their size
             pairs = torch.view_as_real(a)
             size = pairs.flatten(-3).norm(dim=-1).clamp_min(tiny)
             return torch.view_as_complex(pairs / size[..., None, None, None]), size
@@ -133,9 +133,8 @@ def gram_bounds(matrices: Tensor, steps: int = 10, *, slopes: bool = False) -> t
     # for one matrix alone differs by no more.
     slack = 8 * (tall.shape[-2] + tall.shape[-1] + 8) * rank * torch.finfo(log.dtype).eps
     bounds = log.exp() * (1 + slack) * unit
-    bounds = torch.where(
-        (bounds < tiny) & (tall.abs().amax((-2, -1)) > 0), tiny, bounds
-    )  # below, products keep no digits
+    # Below the smallest number, products keep no digits.
+    bounds = torch.where((bounds < tiny) & (tall.abs().amax((-2, -1)) > 0), tiny, bounds)
     if not slopes:
         return bounds, None
     slope = scaled if power is None else halved(scaled @ power)[0]
@@ -176,12 +175,7 @@ def conv_norm(
     _require_finite(weight, "conv_norm")
     scaled, unit = _in_units(weight)
     symbol, slack = conv_symbol(
-        scaled,
-        size=size,
-        padding_mode=padding_mode,
-        stride=stride,
-        dilation=dilation,
-        groups=groups,
+        scaled, size=size, padding_mode=padding_mode, stride=stride, dilation=dilation, groups=groups
     )
     if symbol.numel() == 0:
         return 0.0
@@ -218,9 +212,8 @@ def conv_symbol(
         if size is None:
             padding_mode = "circular-any"
         if size is None or any(n % s for n, s in zip(size, strides, strict=True)):
-            strides = (
-                1,
-            ) * dims  # phases would not close up around the torus; leaving out outputs only shrinks the norm
+            # Phases would not close up around the torus; leaving out outputs only shrinks the norm.
+            strides = (1,) * dims
     # Images up to this side get their own torus; larger ones share a grid that serves every size.
     largest, grid = (48, 32) if min(weight.shape[0] // groups, weight.shape[1]) <= SVD_WIDTH else (24, 16)
     kernel, taps, sizes = weight.unflatten(0, (groups, -1)), [], []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from bilip.nets.norms import conv_norm, matrix_norm
 from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["Affine", "Linear", "Reading", "Rearranged", "double_twin", "read", "reader", "unknown"]
+__all__ = ["Affine", "Linear", "Reading", "Rearranged", "double_twin", "read", "reader", "require_finite", "unknown"]
 
 
 class Reading(Protocol):
@@ -38,8 +38,7 @@ class Reading(Protocol):
         fresh: Whether its output is a tensor of its own, which a layer after it may overwrite.
     """
 
-    @property
-    def fresh(self) -> bool: ...
+    fresh: bool
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
@@ -49,7 +48,7 @@ class Reading(Protocol):
 
     def log_cap(self) -> float | None:
         """Log of a constant that no parameters exceed; `None` if there is none."""
-        ...
+        return None
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         """A box that holds the image of a box."""
@@ -63,7 +62,7 @@ class Reading(Protocol):
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         """Shape of one output; `None` where it is not known or does not matter."""
-        ...
+        return None
 
 
 def copies(around: Sequence[int], mode: str, shape: Shape | None) -> int:
@@ -136,8 +135,7 @@ class Affine:
             or any(2 * p > d * (k - 1) for p, d, k in zip(padding, dilation, taps, strict=True))  # type: ignore[arg-type]
         ):
             raise UnknownLipschitz(
-                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is "
-                "not bounded here. "
+                f"{conv}: circular padding beyond what keeps the image size repeats pixels, and its norm is not bounded here. "
                 f"Use padding = dilation * (kernel_size - 1) // 2. {_DECLARE}"
             )
         if weight[0, 0].numel() == 1 and groups == 1:
@@ -213,7 +211,7 @@ class Affine:
         return bias if self.conv is None else bias.view(-1, *[1] * (self.weight.ndim - 2))
 
 
-class Linear:
+class Linear(Reading):
     """A linear or convolution layer; its weight is looked at only when that is needed."""
 
     fresh = True
@@ -245,36 +243,31 @@ class Linear:
         bias = None if bias is None else bias.detach().double()
         if move:
             weight, bias = weight.cpu(), None if bias is None else bias.cpu()
-        values = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        finite = torch.stack(
-            [torch.isfinite(value).all() for value in values.values()]
-        ).tolist()  # one look at the device
-        for name, good in zip(values, finite, strict=True):
-            if not good:
-                raise NonFiniteParameters(
-                    f"the {name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
-                    "Load an earlier checkpoint, or find the step where training diverged."
-                )
+        require_finite(layer, {"the weight": weight, "the bias": bias})
         return self.kind(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(self.cap()), self.slack)
 
-    def log_lipschitz(
-        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
-    ) -> float:
+    def log_lipschitz(self, shape=None, outputs=None, inputs=None):
         return self.affine.log_norm(shape, outputs, inputs)
-
-    def log_cap(self) -> float | None:
-        return None
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return self.affine.apply(box)
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
+    def point(self, value, error, context=None, dtype=torch.float64):
         return self._affine(move=False).point(value, error)
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return self.affine.out_shape(shape)
+
+
+def require_finite(layer: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise `NonFiniteParameters` where a tensor of a layer holds NaN or Inf; a device is looked at once."""
+    values = {name: torch.isfinite(value).all() for name, value in tensors.items() if value is not None}
+    for name, good in zip(values, torch.stack(list(values.values())).tolist() if values else (), strict=True):
+        if not good:
+            raise NonFiniteParameters(
+                f"{name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
+                "Load an earlier checkpoint, or find the step where training diverged."
+            )
 
 
 class _Held(Linear):
@@ -308,7 +301,7 @@ class _Gained(Linear):
         return weight.double() * gain[:, None, None, None], None if bias is None else bias.double() * gain
 
 
-class Rearranged:
+class Rearranged(Reading):
     """A layer that moves the entries of a sample and changes none."""
 
     fresh = False
@@ -316,9 +309,7 @@ class Rearranged:
     def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
         self.act = act
 
-    def log_lipschitz(
-        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
-    ) -> float:
+    def log_lipschitz(self, shape=None, outputs=None, inputs=None):
         return 0.0
 
     def log_cap(self) -> float | None:
@@ -327,16 +318,14 @@ class Rearranged:
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return box.map(lambda end: self.act(end[None])[0]) if box.shape else box
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
+    def point(self, value, error, context=None, dtype=torch.float64):
         return self.act(value), error
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return None if shape is None else tuple(self.act(torch.empty((1, *shape), device="meta")).shape[1:])
 
 
-class _Stated:
+class _Stated(Reading):
     """A module that states what is proved about it.
 
     What it does not state is found by evaluating a float64 copy: the image of a box lies in the ball around the image of its
@@ -349,9 +338,7 @@ class _Stated:
         self.layer: Any = layer
         self.net = layer  # what is evaluated
 
-    def log_lipschitz(
-        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
-    ) -> float:
+    def log_lipschitz(self, shape=None, outputs=None, inputs=None):
         log = float(self.layer.log_lipschitz(shape, outputs))
         if math.isnan(log):
             raise unknown(self.layer, "states NaN as the log of its Lipschitz constant")
@@ -381,9 +368,7 @@ class _Stated:
         reach = math.exp(log) * (1 + 1e-12) + float(error)
         return Box.outward(as_float64(value[0]) - reach, as_float64(value[0]) + reach)
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
+    def point(self, value, error, context=None, dtype=torch.float64):
         if self._states("point"):
             given = () if context is None else (context,)
             image, found = self.layer.point(value, error, *given)
@@ -413,9 +398,6 @@ class _Stated:
         row = max((p[0].numel() for p in self.net.parameters() if p.ndim > 1 and len(p)), default=1)
         return (16 + row) * eps * (1 + norms(image) + constant * norms(x))
 
-    def out_shape(self, shape: Shape | None) -> Shape | None:
-        return None
-
 
 class _Vouched(_Stated):
     """A module whose author states its constant, and perhaps its error."""
@@ -424,17 +406,13 @@ class _Vouched(_Stated):
         super().__init__(layer)
         self.net = layer.net
 
-    def log_lipschitz(
-        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
-    ) -> float:
+    def log_lipschitz(self, shape=None, outputs=None, inputs=None):
         return log_of(vouched("Declared.lipschitz", self.layer.lipschitz))
 
     def log_cap(self) -> float | None:
         return self.log_lipschitz()
 
-    def _own_error(
-        self, x: Tensor, image: Tensor, act: Callable[[Tensor], Tensor], constant: float, dtype: torch.dtype
-    ) -> Tensor:
+    def _own_error(self, x, image, act, constant, dtype):
         stated = self.layer.error
         if callable(stated):
             return torch.as_tensor(stated(x)).to(norms(x)).expand(len(x)).nan_to_num(math.inf, math.inf)
@@ -492,11 +470,8 @@ def _(layer: Any) -> Reading:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
     if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
         raise unknown(layer, f"has kernel_size={layer.kernel_size}, but a kernel of {tuple(layer.weight.shape[2:])}")
-    if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != (
-        "zeros",
-        1,
-        (1, 1),
-    ):
+    held_for = ("zeros", 1, (1, 1))
+    if isinstance(layer, HeldConv2d) and (layer.padding_mode, layer.groups, tuple(layer.dilation)) != held_for:
         raise unknown(layer, "is held for zero padding, one group and no dilation, and one of them was changed")
     return _checked_conv(layer, _Held)
 
@@ -627,8 +602,7 @@ def unknown(layer: nn.Module, why: str) -> UnknownLipschitz:
     """The error for a module that cannot be read."""
     return UnknownLipschitz(
         f"{type(layer).__name__} {why}, so its Lipschitz constant cannot be proved. {_DECLARE} "
-        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of "
-        "bilip.nets.activations."
+        "Known are Linear, Conv, Flatten, Sequential, the nets of bilip.nets and the activations of bilip.nets.activations."
     )
 
 

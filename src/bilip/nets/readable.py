@@ -31,61 +31,17 @@ __all__ = [
 ]
 
 # Names that a subclass may define without changing what is computed.
-HARMLESS = frozenset(
-    {
-        *(
-            "__init__",
-            "__new__",
-            "__post_init__",
-            "reset_parameters",
-            "train",
-            "extra_repr",
-            "_get_name",
-            "__repr__",
-            "__str__",
-        ),
-        *(
-            "__doc__",
-            "__module__",
-            "__qualname__",
-            "__dict__",
-            "__weakref__",
-            "__slots__",
-            "__annotations__",
-            "__constants__",
-        ),
-        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__"),
-        *(
-            "__orig_bases__",
-            "__parameters__",
-            "__abstractmethods__",
-            "_abc_impl",
-            "__init_subclass__",
-            "__class_getitem__",
-        ),
-        *("__eq__", "__hash__", "__len__", "__dir__", "__setattr__", "__delattr__", "__match_args__", "__replace__"),
-        *("__dataclass_fields__", "__dataclass_params__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"),
-        *(
-            "__getstate__",
-            "__setstate__",
-            "state_dict",
-            "load_state_dict",
-            "_load_from_state_dict",
-            "_save_to_state_dict",
-        ),
-        *(
-            "get_extra_state",
-            "set_extra_state",
-            "_version",
-            "_apply",
-            "out_shape",
-            "in_shape",
-            "parts",
-            "check",
-            "spec",
-        ),
-    }
-)
+_HARMLESS = """
+    __init__ __new__ __post_init__ reset_parameters train extra_repr _get_name __repr__ __str__
+    __doc__ __module__ __qualname__ __dict__ __weakref__ __slots__ __annotations__ __constants__
+    __annotate__ __annotate_func__ __annotations_cache__ __static_attributes__ __firstlineno__
+    __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __init_subclass__ __class_getitem__
+    __eq__ __hash__ __len__ __dir__ __setattr__ __delattr__ __match_args__ __replace__
+    __dataclass_fields__ __dataclass_params__ __copy__ __deepcopy__ __reduce__ __reduce_ex__
+    __getstate__ __setstate__ state_dict load_state_dict _load_from_state_dict _save_to_state_dict
+    get_extra_state set_extra_state _version _apply out_shape in_shape parts check spec
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 # What a call of any module goes through.
 _CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
 # Global hooks of torch's own that only watch.

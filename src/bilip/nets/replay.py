@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ __all__ = [
     "draws_numbers",
     "frozen_statistics",
     "hooks_wait",
+    "leaves_behind",
     "modes_again",
     "versions_of",
 ]
@@ -233,6 +235,28 @@ def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, mode in changed:
             module.training = mode
+
+
+def leaves_behind(outputs: Iterable[Tensor], known: Collection[Tensor]) -> list[Tensor]:
+    """The leaves that ask for gradients and that outputs depend on by ways that do not lead through known tensors.
+
+    Example:
+        >>> weight, x = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> leaves_behind([weight * x], [x])[0] is weight
+        True
+    """
+    have, seen, found = {id(tensor) for tensor in known}, {tensor.grad_fn for tensor in known}, []
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while ahead:
+        node: Any = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ != "AccumulateGrad":
+            ahead += [after for after, _ in node.next_functions if after is not None]
+        elif id(node.variable) not in have:
+            found.append(node.variable)
+    return found
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip._torch import EvalCache, can_be_read, capturing
+from bilip._torch import EvalCache, can_be_read, capturing, version_of
 from bilip.errors import InputError
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
@@ -58,7 +58,40 @@ _MOST_FREQUENCIES = 2**25  # and of their matrices at all frequencies
 _TOGETHER: ContextVar[Mapping[nn.Module, _Known]] = ContextVar("together", default={})  # noqa: B039
 
 
-class HeldLinear(nn.Linear):
+class Held(nn.Module):
+    """What held layers have in common: the weight that acts, kept while it is right, and what was certified last."""
+
+    weight: Tensor
+    coefficient: float
+    _certificate: Certificate | None = None
+
+    def _hold_to(self, coefficient: float) -> None:
+        self.coefficient = _check_coefficient(coefficient)
+        self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
+
+    def _hold(self, weight: Tensor) -> Tensor:
+        """The weight that acts in the place of this one, differentiable in every way torch has."""
+        raise NotImplementedError
+
+    def held_weight(self) -> Tensor:
+        """The weight that acts."""
+        known = _TOGETHER.get().get(self)
+        weight = self.weight
+        if known is not None and known.fits(self):
+            return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
+        if self._held_to != (self.coefficient, _stride(self)):
+            self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
+        if self.training and self.coefficient < math.inf and can_be_read(weight) and not weight.is_inference():
+            self._cache.clear()
+            known = _known([self], slack=0.0)[self]
+            return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
+        return self._cache.get(self, weight, self._hold)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+class HeldLinear(Held, nn.Linear):
     r"""A linear layer with $\|W\|_2 \le$ `coefficient`.
 
     Args:
@@ -77,17 +110,9 @@ class HeldLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, coefficient: float, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
-        self.coefficient = _check_coefficient(coefficient)
-        self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
-
-    _certificate: Certificate | None = None
-
-    def held_weight(self) -> Tensor:
-        """The weight that acts."""
-        return _held_weight(self)
+        self._hold_to(coefficient)
 
     def _hold(self, weight: Tensor) -> Tensor:
-        """The weight that acts in the place of this one, differentiable in every way torch has."""
         if self.coefficient == math.inf:  # a copy whose weight is held already
             return weight
         (bound,), (slope,) = _certified([weight])
@@ -100,11 +125,8 @@ class HeldLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.held_weight(), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
-
-class HeldConv2d(nn.Conv2d):
+class HeldConv2d(Held, nn.Conv2d):
     r"""A convolution whose operator norm is at most `coefficient`, for every image size.
 
     Args:
@@ -137,17 +159,9 @@ class HeldConv2d(nn.Conv2d):
     ) -> None:
         padding = kernel_size // 2 if padding is None else padding
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
-        self.coefficient = _check_coefficient(coefficient)
-        self._cache, self._held_to = EvalCache(), (self.coefficient, _stride(self))
-
-    _certificate: Certificate | None = None
-
-    def held_weight(self) -> Tensor:
-        """The kernel that acts."""
-        return _held_weight(self)
+        self._hold_to(coefficient)
 
     def _hold(self, weight: Tensor) -> Tensor:
-        """The kernel that acts in the place of this one, differentiable in every way torch has."""
         if self.coefficient == math.inf:
             return weight
         stride = _stride(self)
@@ -159,12 +173,6 @@ class HeldConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.held_weight(), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
-
-
-Held = HeldLinear | HeldConv2d
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ def _nothing() -> None:
     return None
 
 
-def held_layers(module: nn.Module) -> list[Held]:
+def held_layers(module: nn.Module) -> list[HeldLinear | HeldConv2d]:
     """The held layers of a module, of these very classes: a subclass may differ.
 
     Example:
@@ -316,10 +324,9 @@ def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:
     """The weights that act now in the layers of a module, for many evaluations without gradients: see `again`."""
     found = {}
     for layer in held_layers(module):
-        weight = layer.weight
-        if can_be_read(weight) and not weight.is_inference():
+        if can_be_read(layer.weight):
             value = layer.held_weight().detach()
-            found[layer] = _Known(weight, weight._version, layer.coefficient, value, value, value)
+            found[layer] = _Known(layer.weight, version_of(layer.weight), layer.coefficient, value, value, value)
     return found
 
 
@@ -343,21 +350,7 @@ class _Known:
     def fits(self, layer: Held) -> bool:
         """Whether the layer is still as it was; writing through `weight.data` in the middle of a pass is not noticed."""
         same = self.weight is layer.weight and self.coefficient == layer.coefficient
-        return same and self.version == self.weight._version
-
-
-def _held_weight(layer: Held) -> Tensor:
-    known = _TOGETHER.get().get(layer)
-    weight = layer.weight
-    if known is not None and known.fits(layer):
-        return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
-    if layer._held_to != (layer.coefficient, _stride(layer)):
-        layer._cache, layer._held_to = EvalCache(), (layer.coefficient, _stride(layer))
-    if layer.training and layer.coefficient < math.inf and can_be_read(weight) and not weight.is_inference():
-        layer._cache.clear()
-        known = _known([layer], slack=0.0)[layer]
-        return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
-    return layer._cache.get(layer, weight, layer._hold)
+        return same and self.version == version_of(self.weight)
 
 
 @torch.no_grad()
@@ -382,7 +375,7 @@ def _known(layers: Sequence[Held], slack: float = SLACK) -> dict[Held, _Known]:
         slopes = torch.where((bounds > limit).view(one), slopes, 0.0)
         values = (_in_range(weights).double() * factors.view(one)).to(weights.dtype)
         for layer, *made in zip(part, values.unbind(), factors.unbind(), slopes.unbind(), strict=True):
-            found[layer] = _Known(layer.weight, layer.weight._version, layer.coefficient, *made)
+            found[layer] = _Known(layer.weight, version_of(layer.weight), layer.coefficient, *made)
     return found
 
 

@@ -15,17 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip.bounds import EPS, Box, as_float64, log_of, norms
-from bilip.errors import NonFiniteParameters
 from bilip.nets.activations import TINY, Shape
 from bilip.nets.norms import conv_norm
-from bilip.nets.read import Affine, Linear, Reading, Rearranged, copies, reader, unknown
+from bilip.nets.read import Affine, Linear, Reading, Rearranged, copies, reader, require_finite, unknown
 from bilip.nets.readable import as_born
 
 __all__: list[str] = []
 
 
 @dataclass(frozen=True)
-class _Map:
+class _Map(Reading):
     """A layer whose interval image is found by its own function.
 
     Attributes:
@@ -43,9 +42,7 @@ class _Map:
     shape: Callable[[Shape], Shape]
     fresh: bool = True
 
-    def log_lipschitz(
-        self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None
-    ) -> float:
+    def log_lipschitz(self, shape=None, outputs=None, inputs=None):
         return log_of(self.constant(shape))
 
     def log_cap(self) -> float | None:
@@ -55,9 +52,7 @@ class _Map:
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return self.box(box) if box.shape else Box.everything()
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
+    def point(self, value, error, context=None, dtype=torch.float64):
         image, own = self.value(value)
         shape = tuple(value.shape[1:])
         return image, (self.constant(shape) * error + own + TINY * math.sqrt(math.prod(image.shape[1:]))) * (
@@ -70,15 +65,6 @@ class _Map:
 
 def _after(act: Callable[[Tensor], Tensor]) -> Callable[[Shape], Shape]:
     return lambda shape: tuple(act(torch.empty((1, *shape), dtype=torch.float64, device="meta")).shape[1:])
-
-
-def _finite(layer: nn.Module, **tensors: Tensor) -> None:
-    for name, value in tensors.items():
-        if not torch.isfinite(value).all():
-            raise NonFiniteParameters(
-                f"{name} of {layer} holds NaN or Inf, so nothing can be proved about the model. "
-                "Load an earlier checkpoint, or find the step where training diverged."
-            )
 
 
 # ---- normalisation
@@ -94,7 +80,7 @@ def _batch_norm(layer: Any) -> Reading:
     mean, variance = as_float64(layer.running_mean), as_float64(layer.running_var)
     weight = torch.ones_like(mean) if layer.weight is None else as_float64(layer.weight)
     bias = torch.zeros_like(mean) if layer.bias is None else as_float64(layer.bias)
-    _finite(layer, running_mean=mean, running_var=variance, weight=weight, bias=bias)
+    require_finite(layer, {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias})
     if not bool((variance + layer.eps > 0).all()):
         raise unknown(layer, "has a running variance that is not positive")
     scale = weight / (variance + layer.eps).sqrt()
@@ -150,7 +136,7 @@ def _normalised(
         raise unknown(layer, f"has eps={layer.eps}, without which it has no Lipschitz constant")
     weight = None if layer.weight is None else as_float64(layer.weight)
     bias = None if layer.bias is None else as_float64(layer.bias)
-    _finite(layer, **{name: v for name, v in (("weight", weight), ("bias", bias)) if v is not None})
+    require_finite(layer, {"weight": weight, "bias": bias})
     top = 1.0 if weight is None else float(weight.abs().max())
     constant = top / math.sqrt(layer.eps) * (1 + 8 * EPS)
 

@@ -268,15 +268,7 @@ class Call:
                 known = unit.undo(y, back.context, matrices)
         with self._as_then(k), signs:
             return unit.back(
-                y,
-                back.context,
-                grad,
-                back.grad_log,
-                known,
-                own=own,
-                mark=mark,
-                matrices=matrices,
-                outside=self.outside,
+                y, back.context, grad, back.grad_log, known, own=own, mark=mark, matrices=matrices, outside=self.outside
             )
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:

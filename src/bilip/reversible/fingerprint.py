@@ -15,10 +15,7 @@ from bilip.reversible.kinks import unseen
 
 __all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 
-ROWS, PLACES = (
-    32,
-    64,
-)  # samples that tell the scale of a coordinate; coordinates that tell the one of those that are all zero
+ROWS, PLACES = 32, 64  # samples that tell the scale of a coordinate; coordinates that tell that of those all zero
 STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # factors of the hash, odd
 FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
 FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
@@ -61,9 +58,8 @@ class Fingerprint:
         flat, fused = x.flatten(1), kernels(x)
         if fused is not None:
             return fused.sums(flat, scale, self)
-        terms = squeezed(flat, scale)[:, :, None] * self.weights(
-            flat
-        )  # no product of matrices: autocast would round it
+        # No product of matrices: autocast would round it.
+        terms = squeezed(flat, scale)[:, :, None] * self.weights(flat)
         return terms.sum(1) / norm(flat.shape[1])
 
     def weights(self, flat: Tensor) -> Tensor:

@@ -85,9 +85,8 @@ class MemorySaving(torch.autograd.Function):
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         grad_log = grads[1] if call.log_det else None
         g_x, result = call.backward(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
-        if (
-            result.overflowed
-        ):  # zero times infinity: autograd leaves out what no loss has looked at, block by block does not
+        # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.
+        if result.overflowed:
             given = [(k, g) for k, g in enumerate(grads) if g is not None]
             x, context = _cut(x), _cut(context)
             found = _vjp(call.stored, [k for k, _ in given], wanted, x, context, *parameters, *(g for _, g in given))
@@ -148,11 +147,7 @@ def _vjp(
             wanted_tensors = [inputs[k] for k in asked]
             with hooks_wait(wanted_tensors):
                 values = torch.autograd.grad(
-                    [o for o, _ in pairs],
-                    wanted_tensors,
-                    [g for _, g in pairs],
-                    create_graph=True,
-                    allow_unused=True,
+                    [o for o, _ in pairs], wanted_tensors, [g for _, g in pairs], create_graph=True, allow_unused=True
                 )
             for k, value in zip(asked, values, strict=True):
                 found[k] = value

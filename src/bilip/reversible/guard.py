@@ -175,9 +175,8 @@ class Together:
 
     def __init__(self) -> None:
         self.waiting: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.found: dict[
-            int, tuple[dict[Tensor, Tensor], Tensor]
-        ] = {}  # by backward pass: gradients, what they are wrong by
+        # By backward pass: gradients, and what they are wrong by.
+        self.found: dict[int, tuple[dict[Tensor, Tensor], Tensor]] = {}
 
     def expect(self, call: Any) -> None:
         """Take note of a call that was made."""

@@ -158,25 +158,9 @@ def _threshold(threshold: float, *args: Any, **kwargs: Any) -> tuple[float, ...]
 
 
 _KINKS: dict[Any, Callable[..., tuple[float, ...]]] = {
-    **dict.fromkeys(
-        (
-            functional.relu,
-            functional.leaky_relu,
-            functional.prelu,
-            functional.selu,
-            functional.elu,
-            torch.relu,
-            torch.relu_,
-            torch.prelu,
-            torch.selu,
-            torch.abs,
-            Tensor.relu,
-            Tensor.relu_,
-            Tensor.abs,
-            Tensor.__abs__,
-        ),
-        _zero,
-    ),
+    **dict.fromkeys((functional.relu, functional.leaky_relu, functional.prelu, functional.selu, functional.elu), _zero),
+    **dict.fromkeys((torch.relu, torch.relu_, torch.prelu, torch.selu, torch.abs), _zero),
+    **dict.fromkeys((Tensor.relu, Tensor.relu_, Tensor.abs, Tensor.__abs__), _zero),
     functional.relu6: lambda *args, **kwargs: (0.0, 6.0),
     functional.hardtanh: _between,
     functional.hardsigmoid: lambda *args, **kwargs: (-3.0, 3.0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
-from bilip.nets.replay import hooks_wait
+from bilip.nets.replay import hooks_wait, leaves_behind
 from bilip.reversible.fingerprint import Fingerprint, Print
 
-__all__ = ["Generic", "Grads", "Kept", "Recovered", "Ran", "Rearranging", "Unit", "leaf", "leaves_of", "vjp"]
+__all__ = ["Generic", "Grads", "Kept", "Recovered", "Ran", "Rearranging", "Unit", "leaf", "vjp"]
 
 Grads = dict[Tensor, Tensor]
 
@@ -109,7 +109,7 @@ class Unit(ABC):
         point, given = x.detach(), leaf(context)
         with torch.enable_grad(), _unhooked():
             y, log, _ = Unit.run(self, point, given, log_det=log_det)
-        found = leaves_of([y] if log is None else [y, log], () if given is None else (given,))
+        found = leaves_behind([y] if log is None else [y, log], () if given is None else (given,))
         return Ran(y.detach(), None if log is None else log.detach()), found
 
     def undo(self, y: Tensor, context: Tensor | None, matrices: Any = None) -> Tensor:
@@ -240,7 +240,7 @@ def vjp(
     live = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
     if not live:
         return Recovered(x, torch.zeros_like(point))
-    unknown = leaves_of([o for o, _ in live], inputs)
+    unknown = leaves_behind([o for o, _ in live], inputs)
     if unknown:
         raise DriftError(
             f"block {unit.name} uses a tensor of shape {tuple(unknown[0].shape)} that asks for a gradient and is not a parameter of "
@@ -256,25 +256,6 @@ def vjp(
     named = {p: g for p, g in zip(own, found[1:], strict=False) if g is not None}
     given = found[-1] if len(inputs) > 1 + len(own) else None
     return Recovered(x, grad, named, given)
-
-
-def leaves_of(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that ask for gradients and that outputs depend on, other than those known."""
-    seen, found = {id(t) for t in known}, dict[int, Tensor]()
-    visited = set()
-    queue = [o.grad_fn for o in outputs if o.grad_fn is not None]
-    while queue:
-        node = queue.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            variable = node.variable  # type: ignore[attr-defined]
-            if id(variable) not in seen:
-                found[id(variable)] = variable
-        else:
-            queue += [after for after, _ in node.next_functions if after is not None]
-    return list(found.values())
 
 
 def leaf(context: Tensor | None) -> Tensor | None:
