@@ -41,6 +41,8 @@ from bilip.record import environment, read_json, to_plain, write_json
 
 USES = ("inversion", "sampling", "likelihood", "ood-inversion")
 WRONG = math.sqrt(2.0**-23)
+# Of the big models: first what has to be known, so that a run whose time is over has it.
+ORDER = ("settings", "re-range", "arithmetic", "penalties", "replacements")
 
 
 # ---- small flows
@@ -505,7 +507,7 @@ def big(args: argparse.Namespace, kind: str) -> None:
         held_out=subject.held_out,
         all_rungs=not args.first,
         others=kind == "glow",
-        rungs=args.rungs.split(",") if args.rungs else None,
+        rungs=args.rungs or ORDER,
         tune_tf32=device == "cuda",
         seed=args.seed,
         name=kind,
