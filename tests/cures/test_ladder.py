@@ -80,6 +80,39 @@ def test_a_flow_in_float64_still_samples_and_scores(name):
     assert torch.isfinite(result.model.log_prob(points(5))).all()
 
 
+def test_a_conditional_base_takes_its_context_after_a_cure_in_float64():
+    pytest.importorskip("nflows")
+    from nflows import distributions, flows, transforms
+    from nflows.nn.nets import ResidualNet
+
+    torch.manual_seed(0)
+    parts = [
+        transforms.AffineCouplingTransform(
+            [(k + j) % 2 for j in range(4)], lambda i, o: ResidualNet(i, o, 16, num_blocks=1, context_features=3)
+        )
+        for k in range(8)
+    ]
+    base = distributions.ConditionalDiagonalNormal([4], context_encoder=nn.Linear(3, 8))
+    model = flows.Flow(transforms.CompositeTransform(parts), base).eval()
+    with torch.no_grad():
+        for part in parts:
+            last = part.transform_net.final_layer
+            last.weight[2:] *= 0.1
+            last.bias[2:] = -6.5
+    context = torch.randn(256, 3, generator=torch.Generator().manual_seed(1))
+    result = cure(model, (points(), context), uses=["inversion"], rungs=["arithmetic"], all_rungs=True)
+    assert [a.outcome for a in result.tried if a.settings.get("float64_state") or a.settings.get("float64")] == [
+        "cured",
+        "cured",
+    ], str(result)
+    x = points(20, 7)
+    for attempt in result.tried:
+        assert attempt.treated is not None
+        log_p = attempt.treated.model.log_prob(x, context[:20])
+        assert torch.allclose(log_p.float(), model.log_prob(x, context[:20]), rtol=1e-4)
+        assert attempt.treated.model.sample(20, context[:20]).shape == (20, 4)
+
+
 def test_a_model_that_is_safe_is_handed_back_as_a_copy():
     model = bilip_flow(-0.1)
     result = cure(model, points())

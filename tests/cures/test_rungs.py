@@ -191,7 +191,7 @@ class Detour(Bijection):
         return ((x + self.far) - self.far) * 1e-3
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return (z * 1e3 + self.far) - self.far
+        return (z * 1e3 - 1.7 * self.far) + 1.7 * self.far
 
 
 class Turning(Sloppy):
