@@ -34,13 +34,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bilip
+from _measure import command_line
 from bilip.cures import Attempt
 from bilip.cures.treated import copied
 from bilip.cures.tuning import Tuning, tuned
+from bilip.errors import said_by
 from bilip.record import environment, read_json, to_plain, write_json
 
 USES = ("inversion", "sampling", "likelihood", "ood-inversion")
 WRONG = math.sqrt(2.0**-23)
+# Of the big models: first what has to be known, so that a run whose time is over has it.
+ORDER = ("settings", "re-range", "arithmetic", "penalties", "replacements")
 
 
 # ---- small flows
@@ -467,7 +471,12 @@ def big(args: argparse.Namespace, kind: str) -> None:
     rows: list[dict[str, Any]] = []
 
     def measured(name: str, model: Any = None, **more: Any) -> None:
-        measures = {} if model is None else {**subject.quality(model), "sources": broken(model, subject.sources())}
+        measures: dict[str, Any] = {}
+        if model is not None:
+            try:
+                measures = {**subject.quality(model), "sources": broken(model, subject.sources())}
+            except Exception as error:  # what one way made of the model must not end the others
+                measures = {"error": said_by(error)}
         rows.append({"what": name, **more, **measures})
         print(f"{time.monotonic() - started:4.0f} s {json.dumps(to_plain(rows[-1]))[:600]}", flush=True)
         write(args.out / f"{kind}.json", args, {**found, "rows": rows})
@@ -505,7 +514,7 @@ def big(args: argparse.Namespace, kind: str) -> None:
         held_out=subject.held_out,
         all_rungs=not args.first,
         others=kind == "glow",
-        rungs=args.rungs.split(",") if args.rungs else None,
+        rungs=args.rungs or ORDER,
         tune_tf32=device == "cuda",
         seed=args.seed,
         name=kind,
@@ -554,8 +563,7 @@ def bilip_tf32() -> Any:
 
 def write(path: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/cure.py " + " ".join(sys.argv[1:])
-    write_json(path, {"command": command.strip(), "seed": args.seed, "environment": environment(), **found})
+    write_json(path, {"command": command_line("--data"), "seed": args.seed, "environment": environment(), **found})
 
 
 def figure(folder: Path) -> None:

@@ -63,6 +63,8 @@ def test_more_bits_cure_a_flow_of_every_library_without_touching_it(name, tmp_pa
         error = (cured.inverse(z).double() - x.double()).norm(dim=1) / x.double().norm(dim=1)
     assert z.dtype == torch.float64
     assert float((error > 3.5e-4).double().mean()) < 0.04
+    whole = result.model.modules() if isinstance(result.model, nn.Module) else cured.modules()
+    assert not any(part.training for part in whole)
     # it comes back from its folder, into a model with other weights
     result.save(tmp_path)
     again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), tmp_path))
@@ -76,6 +78,39 @@ def test_a_flow_in_float64_still_samples_and_scores(name):
     result = cure(made(name), points(), uses=["inversion"], rungs=["arithmetic"])
     assert result.model.sample(5).shape == (5, 4)
     assert torch.isfinite(result.model.log_prob(points(5))).all()
+
+
+def test_a_conditional_base_takes_its_context_after_a_cure_in_float64():
+    pytest.importorskip("nflows")
+    from nflows import distributions, flows, transforms
+    from nflows.nn.nets import ResidualNet
+
+    torch.manual_seed(0)
+    parts = [
+        transforms.AffineCouplingTransform(
+            [(k + j) % 2 for j in range(4)], lambda i, o: ResidualNet(i, o, 16, num_blocks=1, context_features=3)
+        )
+        for k in range(8)
+    ]
+    base = distributions.ConditionalDiagonalNormal([4], context_encoder=nn.Linear(3, 8))
+    model = flows.Flow(transforms.CompositeTransform(parts), base).eval()
+    with torch.no_grad():
+        for part in parts:
+            last = part.transform_net.final_layer
+            last.weight[2:] *= 0.1
+            last.bias[2:] = -6.5
+    context = torch.randn(256, 3, generator=torch.Generator().manual_seed(1))
+    result = cure(model, (points(), context), uses=["inversion"], rungs=["arithmetic"], all_rungs=True)
+    assert [a.outcome for a in result.tried if a.settings.get("float64_state") or a.settings.get("float64")] == [
+        "cured",
+        "cured",
+    ], str(result)
+    x = points(20, 7)
+    for attempt in result.tried:
+        assert attempt.treated is not None
+        log_p = attempt.treated.model.log_prob(x, context[:20])
+        assert torch.allclose(log_p.float(), model.log_prob(x, context[:20]), rtol=1e-4)
+        assert attempt.treated.model.sample(20, context[:20]).shape == (20, 4)
 
 
 def test_a_model_that_is_safe_is_handed_back_as_a_copy():
@@ -213,6 +248,133 @@ def test_uses_that_were_not_asked_for_can_be_left_out():
     assert result.after.verdicts["likelihood"].status == "not-measured"
 
 
+def test_rungs_are_tried_in_the_order_that_is_given():
+    result = cure(made("bilip"), points(), uses="inversion", rungs="arithmetic, settings", all_rungs=True)
+    assert [a.rung for a in result.tried][-1] == "settings"
+    assert result.cured
+
+
+def test_each_audit_draws_its_noise_chunk_by_chunk(monkeypatch):
+    from bilip.data.rows import ChunkRows
+
+    made_chunks = []
+    chunk = ChunkRows._chunk
+
+    def counted(self, index):
+        if self._last is None or self._last[0] != index:
+            made_chunks.append(index)
+        return chunk(self, index)
+
+    monkeypatch.setattr(ChunkRows, "_chunk", counted)
+    budget = replace(BUDGET, samples=1024, noise=1024)
+    cure(bilip_flow(-0.1), points(1024), ood=["uniform"], budget=budget)
+    assert len(made_chunks) <= 40  # four chunks a pass; row by row it would be hundreds
+
+
+def test_time_that_ends_before_the_first_audit_proves_nothing():
+    result = cure(bilip_flow(-12.0), points(), time=1e-6)
+    assert result.status == "not cured"
+    assert result.uses
+    assert [a.rung for a in result.tried if a.reason == "the time of 1e-06 s was over"] == [
+        "settings",
+        "arithmetic",
+        "replacements",
+    ]
+
+
+def test_a_held_out_loss_that_is_not_finite_is_never_handed_over():
+    result = cure(
+        made("bilip"),
+        points(),
+        uses=["inversion"],
+        train=points(300, 7),
+        loss=lambda model, batch: model.log_prob(batch).mean() * torch.nan,
+        rungs=["arithmetic"],
+    )
+    assert result.status == "not cured"
+    assert {(a.outcome, a.reason) for a in result.tried} == {("too costly", "the held-out loss is not finite")}
+
+
+def far_from(model):
+    """A loss that is 0 for a model as it is, so that a re-ranged copy has to be tuned."""
+    with torch.no_grad():
+        whole = points(400, 7)
+        aims = dict(zip(map(tuple, whole.tolist()), bilip.as_bijection(model)(whole), strict=True))
+
+    def loss(model, batch):
+        aim = torch.stack([aims[tuple(row)] for row in batch.tolist()])
+        return (bilip.as_bijection(model)(batch) - aim).square().mean() + 0 * batch.sum()
+
+    return loss
+
+
+def test_what_is_frozen_stays_as_it_is_while_the_rest_is_tuned():
+    torch.manual_seed(0)
+    model = bilip_flow(-4.0)
+    frozen, free = (model.bijection[0].t.layers[k].weight for k in (0, 2))
+    frozen.requires_grad_(False)
+    result = cure(
+        model,
+        points(),
+        uses=["inversion"],
+        loss=far_from(model),
+        train=points(400, 7),
+        steps=5,
+        most_cost=1e9,
+        rungs=["re-range"],
+    )
+    assert result.chosen is not None, str(result)
+    assert result.chosen.facts["steps"] == 5
+    layers = result.model.bijection[0].t.net.layers
+    assert torch.equal(layers[0].weight, frozen)
+    assert not layers[0].weight.requires_grad
+    assert not torch.equal(layers[2].weight, free)
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_not_tuned():
+    torch.manual_seed(0)
+    model = bilip_flow(-4.0).requires_grad_(False)
+    result = cure(model, points(), uses=["inversion"], train=points(400, 7), rungs=["penalties"])
+    assert {a.outcome for a in result.tried} == {"skipped"}
+    assert all("every parameter is frozen" in a.reason for a in result.tried)
+
+
+def test_train_may_be_whatever_gives_batches():
+    from bilip.cures.treated import copied
+    from bilip.cures.tuning import Tuning, first_of
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from points(100, 7)
+
+    treated = copied(bilip_flow(-0.1))
+    for train, size in (
+        (points(400, 7).numpy(), 256),
+        (Stream(), 100),
+        (iter([points(50, 1), points(50, 2)]), 50),
+        (torch.utils.data.TensorDataset(points(60, 1)), 60),
+        ([{"x": points(30, 1), "y": torch.zeros(30)}], 30),
+    ):
+        tuning = Tuning.of(lambda model, batch: batch, train, None, treated, [])
+        assert tuning is not None
+        stream = tuning.batches()
+        for _ in range(4):  # more than one pass
+            assert first_of(next(stream)).shape == (size, 4)
+
+
+def test_reading_a_loader_draws_none_of_the_callers_random_numbers():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(points(300, 7)), 32, shuffle=True)
+    model, before = bilip_flow(-0.1), torch.get_rng_state()
+    cure(
+        model,
+        points(),
+        uses=["inversion"],
+        train=loader,
+        loss=lambda model, batch: -model.log_prob(batch[0]).mean(),
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_held_out_batches_are_taken_as_they_are():
     from bilip.cures.treated import copied
     from bilip.cures.tuning import Tuning
@@ -258,6 +420,19 @@ class TestBadInput:
             ({"train": 3}, "expected a tensor"),
             ({"train": points(50), "loss": lambda model, batch: batch}, "expected a scalar"),
             ({"train": points(50), "loss": lambda model, batch: 1 / 0}, "ZeroDivisionError"),
+            ({"train": points(50), "loss": lambda model, batch: {"nll": batch.sum()}}, "a mapping of nll"),
+            ({"train": points(50), "loss": lambda model, batch: batch.sum(1)}, r"a tensor of shape \(5,\)"),
+            ({"train": points(50), "loss": lambda model, batch: batch.sum() * 1j}, "a complex number"),
+            ({"train": []}, "it has no batch"),
+            ({"train": iter(())}, "it has no batch"),
+            ({"train": {"x": points(50)}}, "expected a tensor"),
+            ({"train": "x.npy"}, "expected a tensor"),
+            ({"train": (points(50), points(20))}, "50 and 20 rows"),
+            ({"train": points(50), "held_out": []}, "it has no batch"),
+            ({"uses": 3}, "expected a list of names"),
+            ({"rungs": []}, "expected some of settings"),
+            ({"most_cost": "much"}, "expected a number"),
+            ({"time": True}, "expected a positive number"),
         ],
     )
     def test_one_line_for_the_rest(self, given, said):

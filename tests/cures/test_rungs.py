@@ -180,6 +180,41 @@ def test_it_is_skipped_where_the_latent_is_too_short_and_would_not_help():
     assert float(refined.median()) > 0.1 * float(plain.median()) > 1e-3
 
 
+class Detour(Bijection):
+    """Far away and back, before a contraction: latents lose digits on the way, in both directions alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Parameter(torch.tensor(3e4))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return ((x + self.far) - self.far) * 1e-3
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return (z * 1e3 - 1.7 * self.far) + 1.7 * self.far
+
+
+class Turning(Sloppy):
+    """Far from the identity: a step without a Jacobian leads away."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return -4 * super().forward(x)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return super().inverse(-z / 4)
+
+
+@pytest.mark.parametrize(("model", "width"), [(Detour(), 3), (Turning(), 80)])
+def test_it_is_skipped_where_the_latent_is_as_wrong_or_no_step_leads_there(model, width):
+    if isinstance(model, Turning):
+        model.w = nn.Parameter(torch.zeros(width))
+    x = points(width)
+    result = bilip.cure(model, x, uses=["inversion"], rungs=["arithmetic"], all_rungs=True, budget=BUDGET)
+    assert result.before.verdicts["inversion"].status == "unsafe"
+    assert not any("refined" in attempt.settings for attempt in result.tried)
+    assert not float(errors(Refined(model), x).median()) < 0.1 * float(errors(model, x).median())
+
+
 @pytest.mark.parametrize("width", [3, 80])
 def test_large_dimensions_take_steps_without_a_jacobian(width):
     model = Sloppy()

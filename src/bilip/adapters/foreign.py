@@ -373,10 +373,10 @@ class ForeignBase(Base):
     def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         like = reference(self.bijection)
         with drawing(generator), torch.no_grad():
-            return self.draw(self._fitting(like), count, context).to(like)
+            return self.draw(self._fitting(like), count, _in(like, context)).to(like)
 
     def log_prob(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        value = self.density(self._fitting(z), z, context)
+        value = self.density(self._fitting(z), z, _in(z, context))
         return value.flatten(1).sum(1) if value.ndim > 1 else value
 
     @abstractmethod
@@ -393,6 +393,11 @@ class ForeignBase(Base):
         if all(t.dtype == like.dtype and t.device == like.device for t in held):
             return self.module
         return copy.deepcopy(self.module).to(like)
+
+
+def _in(like: Tensor, context: Tensor | None) -> Tensor | None:
+    """A context in the dtype of latents; labels stay as they are."""
+    return context.to(like.dtype) if context is not None and context.is_floating_point() else context
 
 
 @contextlib.contextmanager

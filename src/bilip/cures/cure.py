@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -32,6 +33,9 @@ __all__ = ["Attempt", "Cure", "cure", "restore"]
 
 EVERYWHERE = "ood-inversion"  # round trips outside the data too
 _COST = 0.02 * math.log(2)  # nats per dimension: 0.02 bits
+_AUDITED = frozenset(
+    {"inversion", "sampling", "likelihood", "ood-likelihood"}
+)  # whatever is asked for, unless others=False
 
 
 @dataclass
@@ -210,7 +214,7 @@ def restore(model: Any, folder: str | Path) -> Any:
         raise CheckpointError(
             f"the weights in {source} do not fit {type(model).__name__} ({said_by(error)})."
         ) from error
-    return treated.model
+    return treated.evaluated().model
 
 
 def _write_state(folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -246,7 +250,7 @@ def cure(
     held_out: Any = None,
     ood: Sequence[str] = (),
     time: float | None = None,
-    rungs: Sequence[str] | None = None,
+    rungs: Sequence[str] | str | None = None,
     all_rungs: bool = False,
     others: bool = True,
     most_cost: float | None = None,
@@ -278,7 +282,8 @@ def cure(
         held_out: Batches on which the cost is measured; by default the last tenth of `train`, at most 2,048 rows.
         ood: Out-of-distribution sources, as in `bilip.audit`.
         time: Seconds that it may take. When they are over, the best so far is returned and called that.
-        rungs: Names of the rungs to try, of `settings`, `arithmetic`, `replacements`, `re-range`, `penalties`; by default all.
+        rungs: Names of the rungs to try, in that order; by default `settings`, `arithmetic`, `replacements`, `re-range`, `penalties`,
+            from the cheapest.
         all_rungs: Go on after the first cure, to compare; the first that holds is still what is handed over.
         others: Whether uses that were not asked for are audited as well, so that none that was safe gets worse. Without, audits are faster.
         most_cost: Largest rise of the held-out loss; by default 0.02 bits per dimension for a likelihood, 5 % of the loss for another one.
@@ -319,7 +324,7 @@ class _Ladder:
         held_out: Any,
         ood: Sequence[str],
         time: float | None,
-        rungs: Sequence[str] | None,
+        rungs: Sequence[str] | str | None,
         all_rungs: bool,
         others: bool,
         most_cost: float | None,
@@ -339,9 +344,9 @@ class _Ladder:
         for label, value in (("steps", steps), ("batch", batch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"cure({label}={value!r}): expected a whole number, 1 or more.")
-        for label, number in (("rate", rate), ("time", time)):
-            if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
-                raise InputError(f"cure({label}={number!r}): expected a positive number.")
+        for label, number, least in (("rate", rate, 0.0), ("time", time, 0.0), ("most_cost", most_cost, -math.inf)):
+            if number is not None and not (_is_number(number) and least < number < math.inf):
+                raise InputError(f"cure({label}={number!r}): expected a{' positive' if least == 0 else ''} number.")
         self.model, self.seed, self.all_rungs, self.keep = model, seed, all_rungs, keep_interrupted
         self.end = math.inf if time is None else self.started + time
         self.time, self.others = time, others
@@ -356,6 +361,9 @@ class _Ladder:
                 "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
             )
         self.sources: list[Source] = make_sources(data, ood, spent, seed, self.subject)
+        named = {str(label) for label in data} if isinstance(data, Mapping) else {self.sources[0].name}
+        # Noise is made by each audit: shuffled like data, every row of it would be drawn with the 255 others of its chunk.
+        self.given = {source.name: source for source in self.sources if source.name in named}
         self._require_enough(spent, thresholds)
         self.options: dict[str, Any] = {
             "budget": budget,
@@ -365,18 +373,19 @@ class _Ladder:
             "keep_interrupted": False,
         }
         self.thresholds, self.most_cost = thresholds or Thresholds(), most_cost
-        self.tuning = Tuning.of(
-            loss,
-            train,
-            held_out,
-            self.treated,
-            self.sources,
-            batch=batch,
-            seed=seed,
-            steps=steps,
-            rate=rate,
-            tf32=tune_tf32,
-        )
+        with self._drawing():  # a DataLoader draws its order where it is read
+            self.tuning = Tuning.of(
+                loss,
+                train,
+                held_out,
+                self.treated,
+                self.sources,
+                batch=batch,
+                seed=seed,
+                steps=steps,
+                rate=rate,
+                tf32=tune_tf32,
+            )
         self.tried: list[Attempt] = []
         self.place = 0.0
         self.interrupted = False
@@ -396,10 +405,21 @@ class _Ladder:
 
     def climb(self) -> Cure:
         """Try rung after rung."""
+        with self._drawing():
+            return self._climb()
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Random numbers from the seed inside, and the caller's afterwards as if none had been drawn."""
+        with torch.random.fork_rng(devices=self.subject.devices):
+            torch.manual_seed(self.seed)
+            yield
+
+    def _climb(self) -> Cure:
         self._tell("audit of the model as it is")
         self.before = self._audit(self.treated, blame=True)
         states = self._states(self.before)
-        self.uses = self.asked or tuple(use for use, status in states.items() if status == Status.UNSAFE)
+        self.uses = self.asked or self._found_unsafe(states)
         if self.tuning is not None:
             self.tuning.metrics = held_out_loss(self.treated, self.tuning)
         if all(states.get(use) == Status.SAFE for use in self.uses):
@@ -424,8 +444,6 @@ class _Ladder:
                     cured = attempt
                     if not self.all_rungs:
                         break
-                if self.left() <= 0:
-                    break
         except KeyboardInterrupt:
             if not self.keep:
                 raise
@@ -436,6 +454,15 @@ class _Ladder:
         if self.left() <= 0 and best is not None:
             return self._result("best so far", best)
         return self._result("not cured", None)
+
+    def _found_unsafe(self, states: Mapping[str, Status]) -> tuple[str, ...]:
+        """The uses that are unsafe; where the time was over before the audit ended, those that it has not reached as well."""
+        late = bool(self.before.settings.get("out_of_time"))
+        return tuple(
+            use
+            for use, status in states.items()
+            if status == Status.UNSAFE or (late and status != Status.SAFE and use in _AUDITED)
+        )
 
     def left(self) -> float:
         """Seconds that are left."""
@@ -453,11 +480,14 @@ class _Ladder:
                     "it needs batches and a loss: pass train= (and loss=, for a model without a base)",
                 )
                 continue
+            if self.left() <= 0:
+                yield Attempt(name, "", "skipped", self._over)
+                continue
             try:
                 for chosen, what in rung.options(case):
                     if self.left() <= 0:
-                        yield Attempt(name, what, "skipped", f"the time of {self.time:g} s was over")
-                        return
+                        yield Attempt(name, what, "skipped", self._over)
+                        break
                     attempt = self._attempt(name, chosen, what, case)
                     yield attempt
                     if attempt.outcome == "cured" and rung.needs_loss:
@@ -465,16 +495,20 @@ class _Ladder:
             except Skipped as why:
                 yield Attempt(name, "", "skipped", str(why))
 
+    @property
+    def _over(self) -> str:
+        return f"the time of {self.time or 0:g} s was over"
+
     def _attempt(self, name: str, chosen: dict[str, Any], what: str, case: Case) -> Attempt:
         self._tell(f"{name}: {what}")
         attempt = Attempt(name, what, "failed", settings=chosen)
         started = monotonic()
         rung = RUNGS[name]()
         try:
-            with torch.random.fork_rng(devices=self.subject.devices):
-                torch.manual_seed(self.seed)
+            with self._drawing():
                 treated = rung.apply(copied(self.model), chosen)
                 facts = rung.finish(treated, chosen, case)
+                treated.evaluated()
         except Skipped as why:
             attempt.outcome, attempt.reason = "skipped", str(why)
             attempt.repair_seconds = round(monotonic() - started, 2)
@@ -505,6 +539,10 @@ class _Ladder:
         if open_ or worse:
             attempt.outcome = "not safe"
             attempt.reason = self._reason(attempt.record, (open_ or worse)[0])
+            if attempt.record.settings.get("out_of_time") and Status.UNSAFE not in map(states.get, open_ + worse):
+                attempt.reason = f"{self._over} before its audit ended"
+        elif attempt.cost and not math.isfinite(attempt.cost["loss"]):
+            attempt.outcome, attempt.reason = "too costly", "the held-out loss is not finite"
         elif attempt.cost and attempt.cost["rise"] > self._most():
             attempt.outcome = "too costly"
             attempt.reason = f"the held-out loss rises by {attempt.cost['rise']:.3g}, {self._most():.3g} allowed"
@@ -517,14 +555,14 @@ class _Ladder:
     def _audit(self, treated: Treated, *, blame: bool = False) -> AuditRecord:
         wanted = set(self.asked or ()) - {EVERYWHERE} | ({"inversion"} if EVERYWHERE in (self.asked or ()) else set())
         if self.others or not self.asked:
-            wanted |= {"inversion", "sampling", "likelihood", "ood-likelihood"}
+            wanted |= _AUDITED
         probes = [
             probe.name for probe in PROBES.values() if any(q.judged and wanted & set(q.uses) for q in probe.quantities)
         ]
         left = self.left()
         return audit(
             treated.adapted,
-            {source.name: source for source in self.sources},
+            self.given,
             ood=[source.name for source in self.sources if source.role == "ood"],
             probes=[*probes, "blame"] if blame else probes,
             time=None if left == math.inf else max(left, 1.0),
@@ -613,27 +651,42 @@ class _Ladder:
         self._tell(text)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _listed(argument: str, value: Any) -> list[str]:
+    """Names as a list, or as one string with commas between them."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, Iterable):
+        raise InputError(f"cure({argument}={value!r:.40}): expected a list of names.")
+    return list(dict.fromkeys(value))
+
+
 def _uses(uses: Sequence[str] | str | None) -> tuple[str, ...] | None:
     if uses is None:
         return None
-    listed = tuple(part.strip() for part in uses.split(",") if part.strip()) if isinstance(uses, str) else tuple(uses)
-    known = (*USES, EVERYWHERE)
+    listed, known = tuple(_listed("uses", uses)), (*USES, EVERYWHERE)
     for use in listed:
         if use not in known:
-            raise InputError(f"cure(uses={use!r}): expected some of {', '.join(known)}.")
+            raise InputError(f"cure(uses={use!r:.40}): expected some of {', '.join(known)}.")
     if not listed:
         raise InputError(f"cure(uses=()): expected some of {', '.join(known)}, or None for all that are unsafe.")
     return listed
 
 
-def _chosen(rungs: Sequence[str] | None) -> list[str]:
+def _chosen(rungs: Sequence[str] | str | None) -> list[str]:
     order = sorted(RUNGS, key=lambda name: RUNGS[name].place)
     if rungs is None:
         return order
-    for rung in rungs:
+    listed = _listed("rungs", rungs)
+    for rung in listed:
         if rung not in RUNGS:
             raise InputError(f"cure(rungs=...): unknown rung {rung!r:.40}; expected some of {', '.join(order)}.")
-    return [name for name in order if name in rungs]
+    if not listed:
+        raise InputError(f"cure(rungs=()): expected some of {', '.join(order)}, or None for all.")
+    return listed
 
 
 def _name(model: Any) -> str:

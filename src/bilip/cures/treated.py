@@ -40,6 +40,13 @@ class Treated:
         """The map from data to latents."""
         return self.adapted.bijection
 
+    def evaluated(self) -> Treated:
+        """The same, everything in evaluation mode: what the library built and what was put around it."""
+        for part in (self.model, self.native, self.adapted.bijection):
+            if isinstance(part, nn.Module):
+                part.eval()
+        return self
+
     def state(self) -> dict[str, Tensor]:
         """The tensors of the library's object, by the names that the library gives them."""
         if isinstance(self.native, nn.Module):
@@ -77,7 +84,7 @@ def copied(model: Any) -> Treated:
         except Exception as error:
             raise _uncopied(model.library, error) from error
         found = Adapted(bijection, base, model.library)
-        return Treated(_shown(found), bijection, found)
+        return Treated(_shown(found), bijection, found).evaluated()
     seen = adapt(model)
     try:
         native = copy.deepcopy(model, deepcopy_memo(seen.bijection))
@@ -91,7 +98,7 @@ def copied(model: Any) -> Treated:
             f"cure: a copy of {type(model).__name__} shares its tensors with the model, so it would be changed as well. Give it a "
             "__deepcopy__ that copies them."
         )
-    return Treated(native, native, found)
+    return Treated(native, native, found).evaluated()
 
 
 def _uncopied(name: str, error: Exception) -> InputError:
@@ -114,7 +121,7 @@ def wrapped(treated: Treated, bijection: Bijection) -> Treated:
         head = native._modules.get("head")
         if head is not None:
             model._modules["head"] = AnyDtype(head)
-    return Treated(model, native, found)
+    return Treated(model, native, found).evaluated()
 
 
 class AnyDtype(nn.Module):

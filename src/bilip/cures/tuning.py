@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from bilip.adapters.foreign import reference
 from bilip.auditing.audit import main_source
 from bilip.auditing.float32 import float32_products
 from bilip.blocks import Bijection
-from bilip.cures.rung import Case, Rung, Screen
+from bilip.cures.rung import Case, Rung, Screen, Skipped
 from bilip.cures.treated import Treated, evaluating
 from bilip.data import Source
 from bilip.errors import InputError, said_by
@@ -90,9 +92,9 @@ class Tuning:
                 f"cure(loss={type(loss).__name__}): expected a function loss(model, batch) that returns a scalar."
             )
         given = None if held_out is None else _held_out_batches(held_out, batch)
-        rows = _rows(train)
+        rows = _rows(train, "train")
         if rows is not None:
-            return cls(loss, *_from_rows(rows, given, batch, seed, single=isinstance(train, Tensor)), **options)
+            return cls(loss, *_from_rows(rows, given, batch, seed, single=not isinstance(train, tuple)), **options)
         loader = _loader(train, batch)
         if given is not None:
             held, text = given, "held_out"
@@ -105,11 +107,7 @@ class Tuning:
         else:
             held, text = list(itertools.islice(loader, 4)), "the first four batches of train itself"
 
-        def stream() -> Iterator[Any]:
-            while True:
-                yield from loader
-
-        return cls(loss, stream, held, text, **options)
+        return cls(loss, functools.partial(_again_and_again, loader), held, text, **options)
 
 
 def _from_rows(
@@ -138,14 +136,31 @@ def _from_rows(
     return batches, held_out, text
 
 
+def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, from the beginning again when they end."""
+    while True:
+        count = 0
+        for batch in loader:
+            count += 1
+            yield batch
+        if not count:
+            raise InputError("cure(train=...): it has no more batches; expected some in every pass.")
+
+
 def _loader(train: Any, batch: int) -> Any:
     """Batches that can be read again and again, from a `DataLoader`, a `Dataset`, a list or an iterator."""
-    if not isinstance(train, (DataLoader, Dataset, Iterable)):
+    if not isinstance(train, (DataLoader, Dataset, Iterable)) or isinstance(train, (str, bytes, Mapping, Set)):
         raise InputError(
             f"cure(train={type(train).__name__}): expected a tensor, a tuple of tensors, a DataLoader, a Dataset or a list of batches."
         )
-    loader: Any = DataLoader(train, batch, shuffle=True) if isinstance(train, Dataset) else train
-    return list(itertools.islice(loader, 1024)) if iter(loader) is loader else loader
+    loader: Any = train
+    if isinstance(train, Dataset):
+        loader = DataLoader(train, batch, shuffle=None if isinstance(train, IterableDataset) else True)
+    if not isinstance(loader, DataLoader) and iter(loader) is loader:
+        loader = list(itertools.islice(loader, 1024))
+    if isinstance(loader, (list, tuple)) and not len(loader):
+        raise InputError("cure(train=...): it has no batch.")
+    return loader
 
 
 class Likelihood:
@@ -160,33 +175,56 @@ class Likelihood:
 
 
 def first_of(batch: Any) -> Any:
-    """The input: the first of a tuple or a list, else the batch itself."""
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
+    """The input: the first of a tuple, a list or a mapping, else the batch itself."""
+    if isinstance(batch, Mapping):
+        return next(iter(batch.values()), None)
+    return batch[0] if isinstance(batch, (tuple, list)) and batch else batch
 
 
-def _rows(value: Any) -> tuple[Tensor, ...] | None:
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, tuple) and value and all(isinstance(t, Tensor) and len(t) == len(value[0]) for t in value):
-        return value
-    return None
+def _rows(value: Any, argument: str) -> tuple[Tensor, ...] | None:
+    """Tensors or arrays with one row for each sample; `None` for what holds batches."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = (value,)
+    if not isinstance(value, tuple) or not value or not all(isinstance(t, (Tensor, np.ndarray)) for t in value):
+        return None
+    try:
+        rows = tuple(torch.as_tensor(t) for t in value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cure({argument}=...): an array that torch does not take ({said_by(error)}).") from error
+    lengths = [len(t) if t.ndim else 0 for t in rows]
+    if len(set(lengths)) > 1:
+        raise InputError(
+            f"cure({argument}=...): the tensors of a tuple have {' and '.join(map(str, lengths))} rows; expected as many of each. "
+            "Batches come in a list."
+        )
+    return rows
 
 
 def _held_out_batches(value: Any, batch: int) -> list[Any]:
     """Held-out batches from a tensor, a tuple of tensors, or batches: at most 16 of these."""
-    rows = _rows(value)
+    rows = _rows(value, "held_out")
     if rows is None:
-        if not isinstance(value, Iterable):
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, Set)):
             raise InputError(f"cure(held_out={type(value).__name__}): expected what train may be.")
-        return list(itertools.islice(value, 16))
-    parts = [tuple(t[start : start + batch] for t in rows) for start in range(0, len(rows[0]), batch)]
-    return [part[0] for part in parts] if isinstance(value, Tensor) else parts
+        if isinstance(value, Dataset):
+            value = DataLoader(value, batch)
+        parts = list(itertools.islice(value, 16))
+    else:
+        parts = [tuple(t[start : start + batch] for t in rows) for start in range(0, len(rows[0]), batch)]
+        parts = parts if isinstance(value, tuple) else [part[0] for part in parts]
+    if not parts:
+        raise InputError("cure(held_out=...): it has no batch.")
+    return parts
 
 
 def moved(batch: Any, like: Tensor) -> Any:
     """A batch on the device of a tensor, floats in its dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device=like.device, dtype=like.dtype if batch.is_floating_point() else None)
+    if isinstance(batch, Mapping):
+        return {name: moved(part, like) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(part, like) for part in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(moved(part, like) for part in batch)
     return batch
@@ -194,13 +232,19 @@ def moved(batch: Any, like: Tensor) -> Any:
 
 def scalar(found: Any) -> tuple[Tensor, dict[str, float]]:
     """What a loss returned, as the scalar and the further numbers beside it."""
+    more: dict[str, float] = {}
     if isinstance(found, dict):
+        if "loss" not in found:
+            raise InputError(
+                f"cure(loss=...): it returned a mapping of {', '.join(map(str, found))}; expected one with 'loss'."
+            )
         more = {k: float(v) for k, v in found.items() if k != "loss"}
-        found = found.get("loss")
-    else:
-        more = {}
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise InputError(f"cure(loss=...): it returned {type(found).__name__}, expected a scalar tensor.")
+        found = found["loss"]
+    if not isinstance(found, Tensor) or found.numel() != 1 or found.is_complex():
+        given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        if isinstance(found, Tensor) and found.is_complex():
+            given = "a complex number"
+        raise InputError(f"cure(loss=...): it returned {given}, expected a scalar tensor.")
     return found.reshape(()), more
 
 
@@ -349,10 +393,11 @@ class _Optimizer:
         learned = isinstance(tuning.loss, nn.Module)
         self.loss = copy.deepcopy(tuning.loss) if learned else tuning.loss
         modules = [self.module, treated.bijection, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
-        weights = [p for module in modules for p in module.parameters() if p.is_floating_point()]
+        # What is frozen stays: a permutation that a library keeps as a parameter has its inverse beside it.
+        weights = [p for module in modules for p in module.parameters() if p.is_floating_point() and p.requires_grad]
         self.weights = list({id(p): p for p in weights}.values())
-        for p in self.weights:
-            p.requires_grad_(True)
+        if not self.weights:
+            raise Skipped("every parameter is frozen: set requires_grad of those that may be tuned")
         self.optimizer = torch.optim.Adam(self.weights, lr=tuning.rate)
         self.lost_in_a_row = 0
 
