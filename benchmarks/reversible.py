@@ -179,12 +179,16 @@ def measure_memory(settings: Mapping[str, Any], contender: str, blocks: int, cou
     """Bytes of one forward and backward pass; run in a process of its own."""
     meter = Meter(settings["device"])
     model, loss, flow = make_loss(settings, contender, blocks, coupling)
+    guarded = [m for m in getattr(flow, "args", ()) if isinstance(m, Reversible)]
+    states = [each.guard_state() for each in guarded]
     for _ in range(2):  # libraries load, workspaces come to stay, convolutions are chosen
         if settings["device"] == "cuda":
             loss().backward()
         else:  # little memory, so that the allocator has nothing to hand out again
             flow(torch.randn(2, *SHAPE))[0].sum().backward()
         model.zero_grad()
+    for each, state in zip(guarded, states, strict=True):
+        each.load_guard_state(state)  # two samples may drift where a batch does not: their anchors are not the batch's
     release(settings["device"])
     meter.reset()
     before = meter.now()

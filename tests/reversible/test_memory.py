@@ -84,7 +84,7 @@ def resident(contender, blocks):
 @pytest.mark.slow
 def test_a_process_occupies_the_same_at_any_depth():
     shallow, deep = resident("reversible", 16), resident("reversible", 32)  # below 16, fewer 1x1 matrices are at hand
-    assert deep < 1.15 * shallow  # pages and allocator: some noise
+    assert deep < 1.15 * shallow  # pages, allocator and a fingerprint for each block: 3 % with torch 2.13
     assert resident("stored", 16) > 4 * deep
 
 

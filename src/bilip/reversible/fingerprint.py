@@ -1,4 +1,6 @@
-"""Fingerprints of activations: two numbers for each sample that tell how far a recovered activation is from the one that was."""
+"""Fingerprints of activations: two numbers for each sample, and a scale for each coordinate, that tell how far a recovered activation is
+from the one that was.
+"""
 
 from __future__ import annotations
 
