@@ -6,6 +6,10 @@ as a classifier, at `standard`, on a GPU. Times are those of the calls of `bilip
 
     PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --threads 2 --out results/audit_time/cpu.json
     PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --device cuda --images x.npy --out results/audit_time/h200.json
+
+An audit on a GPU waits for the host that starts its kernels. Several processes share one GPU, and the audit, as they share several:
+
+    PYTHONPATH=src:benchmarks torchrun --nproc-per-node 3 benchmarks/audit_time.py --device cuda --images x.npy --out three.json
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import bilip
@@ -118,9 +123,18 @@ def trunk_case(images: Tensor, labels: Tensor, device: str) -> Case:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return trunk.eval(), images
+        return _same_everywhere(trunk.eval()), images
 
     return Case("bilip-classifier-trunk-3x16-128", make, 60, budget="standard", device=device)
+
+
+def _same_everywhere(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with the weights of the first process: a GPU does not train to the same bit twice."""
+    if dist.is_initialized():
+        weights = [{name: value.cpu() for name, value in model.state_dict().items()}]
+        dist.broadcast_object_list(weights)
+        model.load_state_dict(weights[0])
+    return model
 
 
 def read_images(path: Path | None) -> tuple[Tensor, Tensor]:
@@ -160,13 +174,17 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
     model, x = case.make(args.steps)
     if case.device != "cpu":
         torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
     load, started, used = os.getloadavg()[0], time.perf_counter(), time.process_time()
-    spent: dict[str, float] = {}
+    rank = dist.get_rank() if dist.is_initialized() else None
+    spent: dict[str, float] = {}  # by this process
     last, since = "start", started
     row: dict[str, Any] = {
         "name": case.name,
         "budget": case.budget,
         "device": case.device,
+        "processes": dist.get_world_size() if dist.is_initialized() else 1,
         "dimension": x[0].numel(),
         "seconds": math.nan,
         "cpu_seconds": math.nan,  # of all threads; on a busy machine the fairer number
@@ -189,11 +207,13 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
         now = time.perf_counter()
         probe = last.split(" ")[0]
         spent[probe] = spent.get(probe, 0.0) + now - since
-        print(f"    {last:40s} {now - since:8.2f} s", flush=True)
+        print(f"{'' if rank is None else rank:3} {last:40s} {now - since:8.2f} s", flush=True)
         last, since = text, now
         keep(so_far())
 
-    record = bilip.audit(model, {"test": x}, ood=OOD, budget=case.budget, progress=progress)
+    record = bilip.audit(
+        model, {"test": x}, ood=OOD, budget=case.budget, progress=progress, distributed=dist.is_initialized()
+    )
     row = so_far() | {
         "ended": True,
         "verdicts": {use: verdict.status.value for use, verdict in record.verdicts.items()},
@@ -217,6 +237,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group("gloo")
+    first = not dist.is_initialized() or dist.get_rank() == 0
     warnings.simplefilter("ignore")
     wanted = [c for c in cases(args) if not args.only or any(part in c.name for part in args.only)]
     if not wanted:
@@ -236,13 +259,16 @@ def main() -> None:
 
         def keep(row: dict[str, Any], others: list[dict[str, Any]] = others) -> None:
             document["cases"] = [*others, row]
-            if args.out:
+            if args.out and first:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(document, indent=1) + "\n")
 
         row = measure(case, args, keep)
         keep(row)
-        print(f"{row['name']:34s} {row['budget']:9s} {row['seconds']:8.1f} s of {row['limit']:.0f}", flush=True)
+        if first:
+            print(f"{row['name']:34s} {row['budget']:9s} {row['seconds']:8.1f} s of {row['limit']:.0f}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

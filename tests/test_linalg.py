@@ -13,6 +13,7 @@ from bilip import _linalg, blocks, models
 from bilip.auditing.probes import Subject, extremes
 from bilip.blocks import ActNorm, DiagonalScaling, InvertibleConv1x1
 from bilip.blocks.factor_out import OnKept
+from bilip.linalg.jacobian import jvp
 from bilip.linalg.linearized import LinearPart
 from bilip.linalg.structured import Room
 from bilip.nets import MLP, ConvNet
@@ -240,6 +241,18 @@ def test_a_block_that_was_changed_is_differentiated():
         part = LinearPart(block, x)
         assert torch.allclose(part.apply(x).abs().sort().values, 2 * x.abs().sort().values)
         assert part._structured() is None
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("where", ["activation", "last layer", "net"])
+def test_a_coupling_whose_net_is_hooked_has_the_jacobian_of_what_it_computes(where):
+    torch.manual_seed(0)
+    block = blocks.AdditiveCoupling(MLP(40, 40, activation="tanh")).double()
+    net = block.t
+    changed = {"activation": net.layers[1], "last layer": net.layers[-1], "net": net}[where]
+    changed.register_forward_hook(lambda module, inputs, output: 3 * output)
+    x, v = torch.randn(2, 2, 80, dtype=torch.float64)
+    assert torch.allclose(LinearPart(block, x).apply(v), jvp(block, x, v), rtol=1e-9)
 
 
 @pytest.mark.numeric

@@ -204,8 +204,13 @@ class Attack(Probe):
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
         if not budget.attack:
             return None
-        samples = max(1, budget.attack // 2) if task.large else budget.attack
-        return {"samples": samples, "steps": budget.attack_steps, "bits": task.bits, "seed": task.seed}
+        part = 2 if task.large else 1
+        return {
+            "samples": max(1, budget.attack // part),
+            "steps": max(min(12, budget.attack_steps), budget.attack_steps // part),
+            "bits": task.bits,
+            "seed": task.seed,
+        }
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         return self._measured(subject, source, self._search(subject, source))
