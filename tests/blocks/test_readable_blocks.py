@@ -209,6 +209,18 @@ def test_a_class_patched_later_is_refused():
     assert block.bounds().forward < 2
 
 
+@pytest.mark.parametrize(("kind", "name"), [(blocks.Flatten, "log_lip"), (Chain, "interval"), (Chain, "__call__")])
+def test_a_method_put_over_an_inherited_one_later_is_refused(kind, name, monkeypatch):
+    block = Chain(blocks.Flatten((4,)))
+    assert name not in vars(kind)
+    before = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, *given: before(self, *given))
+    with pytest.raises(UnknownLipschitz, match=f"method {name} of its class {kind.__name__} replaced"):
+        block.bounds(BOX)
+    monkeypatch.undo()
+    assert block.bounds(BOX).forward < 1 + 1e-12
+
+
 class Restated(Forward):
     """All of it said anew: F is 100 times the coupling."""
 

@@ -203,12 +203,15 @@ def is_refused(net):
 
 @contextlib.contextmanager
 def replaced(owner, name, value):
-    before = owner.__dict__[name]
+    before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is None:  # it was inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +222,9 @@ def replaced(owner, name, value):
         (nn.Conv2d, "_conv_forward"),
         (nn.Module, "_call_impl"),
         (nn.Sequential, "forward"),
-        (HeldLinear, "held_weight"),
+        (HeldLinear, "held_weight"),  # which both held layers inherit
         (GainConv2d, "forward"),
+        (GainConv2d, "_conv_forward"),
     ],
 )
 def test_a_class_patched_after_import_is_refused(kind, name):

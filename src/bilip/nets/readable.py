@@ -91,10 +91,17 @@ def tampered(thing: object) -> str | None:
 
 
 def _replaced(kind: type) -> str | None:
-    """A method of a class, or of an ancestor, that is another one than when it was made."""
-    for ancestor in kind.__mro__:
-        for name, value in _BORN.get(ancestor, {}).items():
-            if vars(ancestor).get(name) is not value:
+    """A method of a class, or of an ancestor, that is another one than when it was made, or was put over an inherited one since."""
+    order = kind.__mro__
+    for k, ancestor in enumerate(order):
+        born, now = _BORN.get(ancestor), vars(ancestor)
+        if born is None:
+            continue
+        for name, value in born.items():
+            if now.get(name) is not value:
+                return f"has the method {name} of its class {ancestor.__name__} replaced"
+        for name in now.keys() - born.keys() - HARMLESS if ancestor is not nn.Module else ():
+            if _is_method(now[name]) and any(name in vars(later) for later in order[k + 1 :]):
                 return f"has the method {name} of its class {ancestor.__name__} replaced"
     return None
 
