@@ -1,10 +1,10 @@
-"""What the benchmarks of time and memory share: steps in turns, captured steps, bytes in use, and the JSON that is left."""
+"""What the benchmarks share: their options, steps in turns, captured steps, bytes in use, and the JSON that is left."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
-import json
 import platform
 import sys
 import time
@@ -15,11 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilip.record import environment
+from bilip.record import environment, write_json
 
-__all__ = ["Meter", "about", "capture", "command_line", "in_turns", "release", "training_step", "wait", "write"]
+__all__ = [
+    "Meter",
+    "about",
+    "capture",
+    "command_line",
+    "in_turns",
+    "options",
+    "release",
+    "training_step",
+    "wait",
+    "write",
+]
 
 Step = Callable[[], object]
+
+
+def options(
+    text: str | None, *, device: str | None = "cpu", out: str | None = None, **numbers: int
+) -> argparse.ArgumentParser:
+    """A parser that shows the text: whole numbers with their defaults, `--device` unless it is None, and where the JSON goes."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    if device is not None:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--out", type=Path, default=out and Path(out), help="write the numbers here, as JSON")
+    return parser
 
 
 # ---- time
@@ -132,15 +156,16 @@ class Meter:
 
 
 def about(device: str) -> dict[str, Any]:
-    """The environment, and the GPU where there is one."""
-    return environment() | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
+    """The environment, the threads of a CPU, and the GPU where there is one."""
+    used = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {"threads": torch.get_num_threads()}
+    return environment() | used
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:
-    """Write the numbers as JSON; nowhere without a path."""
+    """Write the numbers as JSON, all or nothing; nowhere without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(path, document)
 
 
 def command_line(*hidden: str) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import multiprocessing
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-import torch
+from _measure import about, options, write
 
 __all__ = ["Found", "main", "search"]
 
@@ -84,11 +81,9 @@ def main(
         describe: What the file says of the results.
         versions: Of libraries that matter beside torch.
     """
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(text, device=None, out=out, seed=0)
     parser.add_argument(f"--{what}", dest="number", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
-    parser.add_argument("--out", type=Path, default=Path(out))
     args = parser.parse_args()
     start, shown, told = time.time(), 0.0, 0
 
@@ -105,13 +100,7 @@ def main(
     document = {
         "question": question,
         "command": f"python benchmarks/{script} --{what} {args.number} --seed {args.seed}",
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **(versions or {}),
-            "machine": platform.machine(),
-            "device": "cpu",
-        },
+        "environment": about("cpu") | (versions or {}),
         "seconds": round(time.time() - start),
         "jobs": args.jobs,
         what: found.count,
@@ -119,10 +108,7 @@ def main(
         "found": len(found.findings),
         "findings": found.findings[:200],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    aside = args.out.with_suffix(".aside")
-    aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    aside.replace(args.out)
+    write(args.out, document)
     print(f"{found.count} {what} in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}")
     for finding in found.findings[:20]:
         print(finding)

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from _measure import command_line
-from bilip.record import environment
+from _measure import about, command_line, options, write
 
 MODEL = """
 import atexit, os, pathlib, time
@@ -50,7 +49,7 @@ def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dic
     command = [
         *(torchrun if processes > 1 else []),
         *("-m", "bilip", "audit", "model_to_scale:flow", "--data", "x.npy", "--out", str(out)),
-        *("--budget", args.budget, "--seed", str(args.seed), *(("--device", args.device) if args.device else ())),
+        *("--budget", args.budget, "--seed", str(args.seed), "--device", args.device),
     ]
     started = time.perf_counter()
     done = subprocess.run(
@@ -71,19 +70,8 @@ def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("processes", 2),
-        ("seed", 0),
-        ("side", 16),
-        ("blocks", 4),
-        ("hidden", 32),
-        ("samples", 2000),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = options(__doc__, processes=2, seed=0, side=16, blocks=4, hidden=32, samples=2000)
     parser.add_argument("--budget", default="standard")
-    parser.add_argument("--device")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -100,7 +88,7 @@ def main() -> None:
     document = {
         "question": "does an audit on several processes give the record of one, in a part of the time?",
         "command": command_line(),
-        "environment": environment(),
+        "environment": about(args.device),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
         "processes": args.processes,
@@ -113,9 +101,7 @@ def main() -> None:
         "cpu_ratio": round(max(parts) / whole[0], 3),
     }
     print(json.dumps(document, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

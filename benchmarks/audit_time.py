@@ -11,7 +11,6 @@ as a classifier, at `standard`, on a GPU. Times are those of the calls of `bilip
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -26,8 +25,7 @@ import torch
 from torch import Tensor
 
 import bilip
-from _measure import command_line
-from bilip.record import environment
+from _measure import about, command_line, options, wait, write
 from flow_zoo.flows import FLOWS, Spec, bilip_flow, nflows_coupling, nflows_maf, train, zuko
 
 OOD = ["uniform", "gaussian"]
@@ -158,8 +156,7 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
     """
     torch.manual_seed(0)
     model, x = case.make(args.steps)
-    if case.device != "cpu":
-        torch.cuda.synchronize()
+    wait(case.device)
     load, started, used = os.getloadavg()[0], time.perf_counter(), time.process_time()
     spent: dict[str, float] = {}
     last, since = "start", started
@@ -203,31 +200,19 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cuda: the trunk of the classifier alone, at standard")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=200,
-        help="training steps of each flow; of the Glow at most 20, of the trunk 40",
-    )
+    parser = options(__doc__, threads=2, steps=200)  # cuda: the trunk of the classifier alone, at standard
     parser.add_argument("--images", type=Path, help="uint8 images (N, 32, 32, 3), .npy or .npz with x and y")
     parser.add_argument("--only", action="append", metavar="PART", help="cases whose name holds this")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     wanted = [c for c in cases(args) if not args.only or any(part in c.name for part in args.only)]
     if not wanted:
         raise SystemExit(f"--only {' '.join(args.only)}: there is no such case.")
-    about = environment() | {"threads": torch.get_num_threads()}
-    if args.device != "cpu":
-        about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     document: dict[str, Any] = {
         "question": "how long does an audit take, with one data source and two of noise?",
         "command": command_line("--images"),
-        "environment": about,
+        "environment": about(args.device),
         "steps": args.steps,
         "cases": [],
     }
@@ -236,9 +221,7 @@ def main() -> None:
 
         def keep(row: dict[str, Any], others: list[dict[str, Any]] = others) -> None:
             document["cases"] = [*others, row]
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(document, indent=1) + "\n")
+            write(args.out, document)
 
         row = measure(case, args, keep)
         keep(row)
