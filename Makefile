@@ -62,7 +62,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/inverse.py --out results/inverse/cpu.json
 	$(BIN)/python benchmarks/depth.py
 	$(BIN)/python benchmarks/spectrum.py --out results/spectrum/cpu.json
-	$(BIN)/python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
+	$(BIN)/python benchmarks/audit_time.py --processes 2 --out results/audit_scale/cpu.json
 	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
 	$(BIN)/python benchmarks/residual_memory.py --batch 8 --repeats 3 --out results/residual_memory/cpu.json
 	$(BIN)/python benchmarks/reversible.py --depths 4 --couplings affine --contenders stored reversible penalised --out results/reversible/penalty_cpu.json
