@@ -242,6 +242,15 @@ def zeros(x):
     return x.new_zeros(len(x))
 
 
+def scaled(model, factor):
+    """Weights grown as in training gone wrong; biases stay."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(factor)
+    return model
+
+
 def overflowing():
     """A flow with finite log-determinants and outputs that are not: autograd leaves out what the loss has not looked at."""
     torch.manual_seed(0)

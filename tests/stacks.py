@@ -22,27 +22,29 @@ def tanh_net(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
 
 
-def freia(block: str, depth: int):
+def freia(block: str, depth: int, size: int = D, *, net=net, mixed: bool = False):
     import FrEIA.framework as framework
     import FrEIA.modules as modules
 
-    inn = framework.SequenceINN(D)
-    for _ in range(depth):
+    inn = framework.SequenceINN(size)
+    for k in range(depth):
         inn.append(getattr(modules, block), subnet_constructor=net)
+        if mixed:
+            inn.append(modules.PermuteRandom, seed=k)
     return inn
 
 
-def normflows_coupling(scale_map: str, depth: int):
+def normflows_coupling(scale_map: str, depth: int, size: int = D, width: int = 64, **base):
     import normflows
 
     flows = []
     for _ in range(depth):
-        params = normflows.nets.MLP([D // 2, 64, D])
+        params = normflows.nets.MLP([size // 2, width, size])
         flows += [
             normflows.flows.AffineCouplingBlock(params, scale_map=scale_map),
-            normflows.flows.Permute(D, mode="swap"),
+            normflows.flows.Permute(size, mode="swap"),
         ]
-    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(D), flows)
+    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(size, **base), flows)
 
 
 def pyro_coupling(depth: int):
@@ -78,10 +80,10 @@ def nflows_spline(depth: int):
     return Flow(CompositeTransform(parts), StandardNormal([D]))
 
 
-def zuko_real_nvp(depth: int):
+def zuko_real_nvp(depth: int, size: int = D, hidden: tuple[int, ...] = (64, 64)):
     import zuko
 
-    return zuko.flows.RealNVP(D, transforms=depth, hidden_features=(64, 64))
+    return zuko.flows.RealNVP(size, transforms=depth, hidden_features=hidden)
 
 
 # ---- scales that are planted
@@ -124,21 +126,11 @@ def nflows_flow(log_scale: float = -4.0, blocks: int = 8) -> Any:
 
 
 def normflows_flow(log_scale: float = -5.0, blocks: int = 8) -> Any:
-    import normflows as nf
-
-    parts = []
-    for _ in range(blocks):
-        parts += [
-            nf.flows.AffineCouplingBlock(nf.nets.MLP([2, 16, 4]), scale_map="sigmoid"),
-            nf.flows.Permute(4, mode="swap"),
-        ]
-    return steep(nf.NormalizingFlow(nf.distributions.DiagGaussian(4, trainable=False), parts), log_scale)
+    return steep(normflows_coupling("sigmoid", blocks, 4, 16, trainable=False), log_scale)
 
 
 def zuko_flow(log_scale: float = -5.0, blocks: int = 8) -> Any:
-    import zuko
-
-    return steep(zuko.flows.RealNVP(4, transforms=blocks, hidden_features=(16,)), log_scale)
+    return steep(zuko_real_nvp(blocks, 4, (16,)), log_scale)
 
 
 def zuko_maf(log_scale: float = -5.0, blocks: int = 6) -> Any:
@@ -148,14 +140,7 @@ def zuko_maf(log_scale: float = -5.0, blocks: int = 6) -> Any:
 
 
 def freia_flow(log_scale: float = -5.0, blocks: int = 6) -> Any:
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(4)
-    for k in range(blocks):
-        inn.append(modules.GLOWCouplingBlock, subnet_constructor=tanh_net)
-        inn.append(modules.PermuteRandom, seed=k)
-    return steep(inn, log_scale)
+    return steep(freia("GLOWCouplingBlock", blocks, 4, net=tanh_net, mixed=True), log_scale)
 
 
 def pyro_flow(log_scale: float = -5.0, blocks: int = 12) -> Any:

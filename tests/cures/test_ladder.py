@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -348,10 +347,6 @@ def test_a_loss_for_the_librarys_own_object_is_given_that():
     )
     assert result.tried[-1].outcome == "cured", str(result)
     assert abs(result.tried[-1].cost["rise"]) < 1e-2 * abs(result.held_out["loss"])
-
-
-sys.path.insert(0, str(Path(__file__).parent))  # exploded.py is the user's module here
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 @pytest.fixture

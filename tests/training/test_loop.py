@@ -558,43 +558,39 @@ def test_bad_settings(changes):
 
 
 def test_bad_tasks(tmp_path):
-    base = make_task("flow")
-    with pytest.raises(InputError, match="scalar tensor under the name 'loss'"):
-        train_in(tmp_path, Task(base.model, base.batch, lambda m, s, x: {"nll": x.sum()}))
-    for wrong, said in (
-        (lambda m, s, x: x.sum(), "returned a Tensor"),
-        (lambda m, s, x: {"loss": x.sum()}, "does not depend on any parameter"),
-        (lambda m, s, x: {**base.loss(m, s, x), "lr": x.sum()}, "a column of that name"),
-        (lambda m, s, x: {**base.loss(m, s, x), "mean": x}, "scalar tensor under the name 'mean'"),
-    ):
-        with pytest.raises(InputError, match=said):
-            train_in(tmp_path / "x", Task(base.model, base.batch, wrong))
-    for batch, said in (
-        (lambda draw: torch.zeros(4, 2), "expected a tuple of tensors"),
-        (lambda draw: (torch.zeros(0, 2),), "1 or more"),
-        (lambda draw: (torch.zeros(4, 2), torch.zeros(3)), "same number of rows"),
-    ):
-        with pytest.raises(InputError, match=said):
-            train_in(tmp_path / "y", Task(base.model, batch, base.loss))
-    learned = torch.nn.Linear(1, 1)
+    base, frozen, learned = make_task("flow"), make_task("flow"), torch.nn.Linear(1, 1)
+    frozen.model.requires_grad_(False)
     learned.forward = lambda m, s, x: base.loss(m, s, x)
-    with pytest.raises(InputError, match="parameters of its own"):
-        train_in(tmp_path / "z", Task(base.model, base.batch, learned))
-    with pytest.raises(InputError, match="expected numbers by name"):
-        train_in(tmp_path / "w", Task(base.model, base.batch, base.loss, lambda m, d: 3.5), steps=1)
+
+    def task(loss=base.loss, batch=base.batch, evaluate=None):
+        return Task(base.model, batch, loss, evaluate)
+
+    for k, (given, said) in enumerate(
+        (
+            (task(lambda m, s, x: {"nll": x.sum()}), "scalar tensor under the name 'loss'"),
+            (task(lambda m, s, x: x.sum()), "returned a Tensor"),
+            (task(lambda m, s, x: {"loss": x.sum()}), "does not depend on any parameter"),
+            (task(lambda m, s, x: {**base.loss(m, s, x), "lr": x.sum()}), "a column of that name"),
+            (task(lambda m, s, x: {**base.loss(m, s, x), "mean": x}), "scalar tensor under the name 'mean'"),
+            (task(batch=lambda draw: torch.zeros(4, 2)), "expected a tuple of tensors"),
+            (task(batch=lambda draw: (torch.zeros(0, 2),)), "1 or more"),
+            (task(batch=lambda draw: (torch.zeros(4, 2), torch.zeros(3))), "same number of rows"),
+            (task(learned), "parameters of its own"),
+            (task(evaluate=lambda m, d: 3.5), "expected numbers by name"),
+            (frozen, "nothing to train"),
+        )
+    ):
+        with pytest.raises(InputError, match=said):
+            train_in(tmp_path / str(k), given, steps=1)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot train in"):
         train_in(tmp_path / "file")
-    with pytest.raises(InputError, match="float64"):
-        train_in(tmp_path / "v", precision="64-true")
-    with pytest.raises(InputError, match="float16 needs a GPU"):
-        train_in(tmp_path / "u", precision="16-mixed")
-    frozen = make_task("flow")
-    frozen.model.requires_grad_(False)
-    with pytest.raises(InputError, match="nothing to train"):
-        train_in(tmp_path / "b", frozen)
-    if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="no CUDA device"):
-            train_in(tmp_path / "c", device="cuda")
-        with pytest.raises(InputError, match="only one GPU"):
-            train_in(tmp_path / "d", capture=True)
+    for changes, said in (
+        ({"precision": "64-true"}, "float64"),
+        ({"precision": "16-mixed"}, "float16 needs a GPU"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"capture": True}, "only one GPU"),
+    ):
+        if "precision" in changes or not torch.cuda.is_available():
+            with pytest.raises(InputError, match=said):
+                train_in(tmp_path / "changed", **changes)

@@ -8,20 +8,12 @@ from bilip.auditing.probes.precision import FORMATS, FormatModel, Precision, con
 from bilip.auditing.subject import Subject
 from bilip.errors import BilipError, InputError
 from bilip.models import glow, real_nvp, residual_flow
-from catalogue import Map
+from catalogue import Map, scaled
 
 pytestmark = pytest.mark.numeric
 
 EPS = {fmt.name: fmt.eps for fmt in FORMATS}
 CPU_FORMATS = ["float64", "float32", "bfloat16", "float16"]
-
-
-def scaled(model, factor):
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.mul_(factor)
-    return model
 
 
 def rows(measurement):
