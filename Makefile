@@ -35,7 +35,7 @@ fuzz: $(READY)
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --soak -m soak docs tests
-	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_odd_records.py tests/data tests/auditing/probes/test_guarded.py tests/test_bounds.py
+	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/report/test_odd_records.py tests/data tests/auditing/test_subject.py tests/test_bounds.py
 	$(BIN)/python benchmarks/tightness.py --seeds 6 --points 24 --steps 20 --out results/soundness/soak.json
 
 # At most an hour on two cores; exit code 1 if a gradient was wrong without a word.
@@ -62,10 +62,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/inverse.py --out results/inverse/cpu.json
 	$(BIN)/python benchmarks/depth.py
 	$(BIN)/python benchmarks/spectrum.py --out results/spectrum/cpu.json
-	$(BIN)/python benchmarks/audit_scale.py --out results/audit_scale/cpu.json
+	$(BIN)/python benchmarks/audit_time.py --processes 2 --out results/audit_scale/cpu.json
 	$(BIN)/python benchmarks/reversible.py --out results/reversible/cpu.json
 	$(BIN)/python benchmarks/residual_memory.py --batch 8 --repeats 3 --out results/residual_memory/cpu.json
-	$(BIN)/python benchmarks/fd_overhead.py --hidden 32 --batch 8 --blocks 4 --out results/reversible/fd_cpu.json
+	$(BIN)/python benchmarks/reversible.py --depths 4 --couplings affine --contenders stored reversible penalised --out results/reversible/penalty_cpu.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/penalties.py --out results/regularizers/cure.json
 
 table: $(READY)

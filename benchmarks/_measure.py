@@ -1,25 +1,59 @@
-"""What the benchmarks of time and memory share: steps in turns, captured steps, bytes in use, and the JSON that is left."""
+"""What the benchmarks share: their options, steps in turns, captured steps, bytes in use, the JSON that is left, and searches in several
+processes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import collections
 import ctypes
 import gc
-import json
+import math
+import multiprocessing
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from bilip.record import environment
+from bilip.record import environment, write_json
 
-__all__ = ["Meter", "about", "capture", "command_line", "in_turns", "release", "training_step", "wait", "write"]
+__all__ = [
+    "Found",
+    "Meter",
+    "about",
+    "capture",
+    "command_line",
+    "in_turns",
+    "options",
+    "release",
+    "search",
+    "search_main",
+    "training_step",
+    "wait",
+    "write",
+]
 
 Step = Callable[[], object]
+
+
+def options(
+    text: str | None, *, device: str | None = "cpu", out: str | None = None, **numbers: int
+) -> argparse.ArgumentParser:
+    """A parser that shows the text: whole numbers with their defaults, `--device` unless it is None, and where the JSON goes."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    if device is not None:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--out", type=Path, default=out and Path(out), help="write the numbers here, as JSON")
+    return parser
 
 
 # ---- time
@@ -132,15 +166,16 @@ class Meter:
 
 
 def about(device: str) -> dict[str, Any]:
-    """The environment, and the GPU where there is one."""
-    return environment() | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
+    """The environment, the threads of a CPU, and the GPU where there is one."""
+    used = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {"threads": torch.get_num_threads()}
+    return environment() | used
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:
-    """Write the numbers as JSON; nowhere without a path."""
+    """Write the numbers as JSON, all or nothing; nowhere without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(path, document)
 
 
 def command_line(*hidden: str) -> str:
@@ -152,3 +187,110 @@ def command_line(*hidden: str) -> str:
         elif "=" not in word:
             next(words, None)
     return " ".join(["python", *kept])
+
+
+# ---- searches for counterexamples
+
+
+@dataclass
+class Found:
+    """What some cases gave: numbers that add up, counters, how close it was at most, and what was found."""
+
+    counted: ClassVar[str]  # the number that is searched up to
+    closest: float = -math.inf
+    findings: list[dict] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many comparisons they were."""
+        return getattr(self, self.counted)
+
+    def add(self, other: Self) -> None:
+        """Take the results of other cases in."""
+        for name in (each.name for each in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "closest" else mine + theirs)
+
+
+F = TypeVar("F", bound=Found)
+
+
+def search(
+    run: Callable[[Any], F],
+    tasks: Iterable[Any],
+    total: F,
+    enough: int,
+    *,
+    jobs: int = 1,
+    progress: Callable[[F], None] = lambda found: None,
+) -> F:
+    """Run tasks until there are enough comparisons; the same ones whatever the number of processes."""
+    left = iter(tasks)
+    if jobs == 1:
+        while total.count < enough:
+            total.add(run(next(left)))
+            progress(total)
+        return total
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = collections.deque(pool.submit(run, next(left)) for _ in range(4 * jobs))
+        while total.count < enough:
+            total.add(waiting.popleft().result())
+            progress(total)
+            waiting.append(pool.submit(run, next(left)))
+        for task in waiting:
+            task.cancel()
+    return total
+
+
+def search_main(
+    what: str,
+    question: str,
+    text: str | None,
+    out: str,
+    find: Callable[..., F],
+    describe: Callable[[F], dict[str, Any]],
+    versions: dict[str, str] | None = None,
+) -> int:
+    """The command line of a search; the exit code is 1 if something was found.
+
+    Args:
+        what: What is counted, as in comparisons.
+        question: The question, for the file.
+        text: What `--help` shows.
+        out: The file that is written by default.
+        find: Called with the number, `seed`, `jobs` and `progress`.
+        describe: What the file says of the results.
+        versions: Of libraries that matter beside torch.
+    """
+    parser = options(text, device=None, out=out, seed=0)
+    parser.add_argument(f"--{what}", dest="number", type=int, default=100_000)
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    args = parser.parse_args()
+    start, shown, told = time.time(), 0.0, 0
+
+    def progress(found: F) -> None:
+        nonlocal shown, told
+        if time.time() - shown > 10:
+            for finding in found.findings[told:]:
+                print(finding)
+            shown, told = time.time(), len(found.findings)
+            print(f"{found.count} {what}, {told} findings, {shown - start:.0f} s", flush=True)
+
+    found = find(args.number, seed=args.seed, jobs=args.jobs, progress=progress)
+    script = Path(sys.argv[0]).name
+    document = {
+        "question": question,
+        "command": f"python benchmarks/{script} --{what} {args.number} --seed {args.seed}",
+        "environment": about("cpu") | (versions or {}),
+        "seconds": round(time.time() - start),
+        "jobs": args.jobs,
+        what: found.count,
+        **describe(found),
+        "found": len(found.findings),
+        "findings": found.findings[:200],
+    }
+    write(args.out, document)
+    print(f"{found.count} {what} in {document['seconds']} s: {len(found.findings)} findings; wrote {args.out}")
+    for finding in found.findings[:20]:
+        print(finding)
+    return 1 if found.findings else 0

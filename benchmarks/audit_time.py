@@ -1,11 +1,17 @@
-"""How long does an audit take?
+"""How long does an audit take, and does it give the same record on several processes, in a part of the time?
 
 Each flow is trained briefly, then audited whole, with every probe, on one data source and two of noise. 8-D flows, a Glow of 3 levels x 4
 blocks of width 64 at 3x32x32 and 784-D coupling flows stand at `quick`; the trunk of the paper's 3x16 classifier of width 128, trained
 as a classifier, at `standard`, on a GPU. Times are those of the calls of `bilip.audit`; run it on an idle machine.
 
+With `--processes`, a Glow with random weights is audited by `bilip audit` in one process and under `torchrun` in several, one thread each,
+one command after the other on the same cores. Times are those of the whole commands, with the start of Python; beside them stand the CPU
+seconds of each process, which say how well the work is divided where the cores are busy with other work too. With `--device cuda` each
+process takes a GPU of its own, as far as there are any.
+
     PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --threads 2 --out results/audit_time/cpu.json
     PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --device cuda --images x.npy --out results/audit_time/h200.json
+    PYTHONPATH=src:benchmarks python benchmarks/audit_time.py --processes 2 --out results/audit_scale/cpu.json
 
 An audit on a GPU waits for the host that starts its kernels. Several processes share one GPU, and the audit, as they share several:
 
@@ -18,6 +24,9 @@ import argparse
 import json
 import math
 import os
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -31,8 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bilip
-from _measure import command_line
-from bilip.record import environment
+from _measure import about, command_line, options, wait, write
 from flow_zoo.flows import FLOWS, Spec, bilip_flow, nflows_coupling, nflows_maf, train, zuko
 
 OOD = ["uniform", "gaussian"]
@@ -172,8 +180,7 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
     """
     torch.manual_seed(0)
     model, x = case.make(args.steps)
-    if case.device != "cpu":
-        torch.cuda.synchronize()
+    wait(case.device)
     if dist.is_initialized():
         dist.barrier()
     load, started, used = os.getloadavg()[0], time.perf_counter(), time.process_time()
@@ -222,20 +229,90 @@ def measure(case: Case, args: argparse.Namespace, keep: Callable[[dict[str, Any]
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cuda: the trunk of the classifier alone, at standard")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=200,
-        help="training steps of each flow; of the Glow at most 20, of the trunk 40",
+# ---- several processes
+
+MODEL = """
+import atexit, os, pathlib, time
+import torch
+import bilip
+
+name = os.environ.get("WORLD_SIZE", "1") + "-" + os.environ.get("RANK", "0") + ".seconds"
+atexit.register(lambda: pathlib.Path(name).write_text(str(time.process_time())))
+
+def flow():
+    torch.manual_seed(0)
+    trunk = bilip.models.glow((3, 16, 16), levels=2, blocks=4, hidden=32, actnorm="identity")
+    with torch.no_grad():
+        for p in trunk.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return bilip.Flow(trunk)
+"""
+
+
+def audited(folder: Path, processes: int, args: argparse.Namespace) -> tuple[dict, float, list[float]]:
+    """The record without its times, the seconds of the command, and the CPU seconds of each process."""
+    out = folder / f"{processes}.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [
+        *(torchrun if processes > 1 else []),
+        *("-m", "bilip", "audit", "model_to_scale:flow", "--data", "x.npy", "--out", str(out)),
+        *("--budget", "standard", "--device", args.device),
+    ]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"the audit on {processes} processes failed:\n{done.stderr[-2000:]}")
+    record = json.loads(out.read_text())
+    del record["created"], record["settings"]["seconds"], record["settings"]["command"]
+    used = [float((folder / f"{processes}-{rank}.seconds").read_text()) for rank in range(processes)]
+    return record, seconds, used
+
+
+def on_several(args: argparse.Namespace) -> dict[str, Any]:
+    """The record of one process held against that of several, and what both took."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        (folder / "model_to_scale.py").write_text(MODEL)
+        np.save(folder / "x.npy", np.random.default_rng(0).uniform(size=(2000, 3, 16, 16)).astype("float32"))
+        one, alone, whole = audited(folder, 1, args)
+        several, together, parts = audited(folder, args.processes, args)
+    pairs = zip(one["measurements"], several["measurements"], strict=False)
+    return {
+        "question": "does an audit on several processes give the record of one, in a part of the time?",
+        "command": command_line(),
+        "environment": about(args.device),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "processes": args.processes,
+        "measurements": len(one["measurements"]),
+        "equal": one == several,
+        "different": [f"{a['probe']} on {a['source']}" for a, b in pairs if a != b],
+        "seconds": {"one process": round(alone, 2), "together": round(together, 2)},
+        "ratio": round(together / alone, 3),
+        "cpu_seconds": {"one process": round(whole[0], 2), "each": [round(part, 2) for part in parts]},
+        "cpu_ratio": round(max(parts) / whole[0], 3),
+    }
+
+
+def main() -> None:
+    parser = options(__doc__, threads=2, steps=200)  # cuda: the trunk of the classifier alone, at standard
     parser.add_argument("--images", type=Path, help="uint8 images (N, 32, 32, 3), .npy or .npz with x and y")
     parser.add_argument("--only", action="append", metavar="PART", help="cases whose name holds this")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--processes", type=int, help="compare one process with so many, and nothing else")
     args = parser.parse_args()
+    if args.processes:
+        document = on_several(args)
+        print(json.dumps(document, indent=1))
+        write(args.out, document)
+        return
     torch.set_num_threads(args.threads)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group("gloo")
@@ -244,13 +321,10 @@ def main() -> None:
     wanted = [c for c in cases(args) if not args.only or any(part in c.name for part in args.only)]
     if not wanted:
         raise SystemExit(f"--only {' '.join(args.only)}: there is no such case.")
-    about = environment() | {"threads": torch.get_num_threads()}
-    if args.device != "cpu":
-        about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     document: dict[str, Any] = {
         "question": "how long does an audit take, with one data source and two of noise?",
         "command": command_line("--images"),
-        "environment": about,
+        "environment": about(args.device),
         "steps": args.steps,
         "cases": [],
     }
@@ -259,9 +333,8 @@ def main() -> None:
 
         def keep(row: dict[str, Any], others: list[dict[str, Any]] = others) -> None:
             document["cases"] = [*others, row]
-            if args.out and first:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(document, indent=1) + "\n")
+            if first:
+                write(args.out, document)
 
         row = measure(case, args, keep)
         keep(row)

@@ -52,8 +52,7 @@ ORDER = ("settings", "re-range", "arithmetic", "penalties", "replacements")
 
 def small(name: str, steps: int, every: bool) -> dict[str, Any]:
     """Train one flow, cure it, and check what was handed over by other means."""
-    from flow_zoo.exploding import EXPLODING
-    from flow_zoo.flows import train
+    from flow_zoo.flows import EXPLODING, train
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -183,7 +182,7 @@ def _log_prob(bijection: Any, base: Any, x: Tensor) -> Tensor:
 
 
 def run_small(args: argparse.Namespace) -> None:
-    from flow_zoo.exploding import EXPLODING
+    from flow_zoo.flows import EXPLODING
 
     path = args.out / "small.json"
     rows: dict[str, Any] = read_json(path)["flows"] if path.exists() and args.resume else {}

@@ -8,15 +8,13 @@ figure from it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 from pathlib import Path
 
 import torch
 from rich.progress import track
 
+from _measure import about, options, write
 from bilip import Box, Chain, models
 from bilip.testing import search_gains
 
@@ -91,10 +89,7 @@ def draw(document: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--points", type=int, default=20_000)
-    parser.add_argument("--out", type=Path, default=Path("results/depth/ours.json"))
+    parser = options(__doc__, device=None, out="results/depth/ours.json", seed=0, points=20_000)
     parser.add_argument("--figure", type=Path, default=Path("docs/assets/depth.png"))
     args = parser.parse_args()
     curves: dict[str, list[dict]] = {}
@@ -104,13 +99,12 @@ def main() -> None:
     document = {
         "question": "proven bound, best gain and float32 error against depth",
         "command": f"python benchmarks/depth.py --seed {args.seed} --points {args.points}",
-        "environment": {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu"},
+        "environment": about("cpu"),
         "points": args.points,
         "curves": curves,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draw(json.loads(args.out.read_text()), args.figure)
+    write(args.out, document)
+    draw(document, args.figure)
     for kind, rows in curves.items():
         last = rows[-1]
         print(

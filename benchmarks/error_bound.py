@@ -25,7 +25,9 @@ import torch
 from mpmath import mp, mpf
 from torch import Tensor, nn
 
-import _search
+from _measure import Found as AnyFound
+from _measure import search as search_for
+from _measure import search_main
 from bilip.blocks import Residual
 from bilip.errors import BilipError, InputError
 from bilip.nets import ConvNet, Declared, HeldLinear
@@ -282,31 +284,16 @@ def invert(g: Exact | ExactSine, z: list[mpf], x: list[mpf], c: float) -> tuple[
 
 
 @dataclass
-class Found:
-    """What some inverses gave."""
+class Found(AnyFound):
+    """What some inverses gave; `closest`: the largest share of its bound that an error takes up."""
 
+    counted = "inverses"
+    closest: float = 0.0
     inverses: int = 0
     finite: int = 0
     converged: int = 0
     by: collections.Counter = field(default_factory=collections.Counter)
     left_out: collections.Counter = field(default_factory=collections.Counter)
-    closest: float = 0.0  # largest share of its bound that an error takes up
-    findings: list[dict] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """How many inverses they were."""
-        return self.inverses
-
-    def add(self, other: Found) -> None:
-        """Take other results in."""
-        self.inverses += other.inverses
-        self.finite += other.finite
-        self.converged += other.converged
-        self.by.update(other.by)
-        self.left_out.update(other.left_out)
-        self.closest = max(self.closest, other.closest)
-        self.findings += other.findings
 
 
 def block_of(
@@ -415,7 +402,7 @@ def run(task: tuple[int, int, int]) -> Found:
 def search(inverses: int, *, seed: int = 0, jobs: int = 1, progress=lambda found: None) -> Found:
     """Solve batches until there are so many inverses; the same ones whatever the number of processes."""
     tasks = ((seed, index, BATCH) for index in range(10**9))
-    return _search.search(run, tasks, Found(), inverses, jobs=jobs, progress=progress)
+    return search_for(run, tasks, Found(), inverses, jobs=jobs, progress=progress)
 
 
 def describe(found: Found) -> dict:
@@ -432,5 +419,5 @@ def describe(found: Found) -> dict:
 if __name__ == "__main__":
     question, versions = "is the stated error of an inverse ever below the true one", {"mpmath": mpmath.__version__}
     sys.exit(
-        _search.main("inverses", question, __doc__, "results/soundness/error_bound.json", search, describe, versions)
+        search_main("inverses", question, __doc__, "results/soundness/error_bound.json", search, describe, versions)
     )

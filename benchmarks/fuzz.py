@@ -12,7 +12,6 @@ whole, and has to be accepted. The program ends with 1 if there is any traceback
 # ruff: noqa: E501 (tables of odd values)
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
@@ -38,10 +37,11 @@ import numpy as np
 import torch
 
 import bilip
+from _measure import about, options, write
 from bilip import cli, models
 from bilip.data import as_source, cifar10, noise
 from bilip.errors import BilipError
-from bilip.record import AuditRecord, environment, write_json
+from bilip.record import AuditRecord
 from bilip.record.files import UNSEALED, seal
 
 COUNTS = {"record": 1000, "checkpoint": 1000, "state": 1000, "data": 500, "command": 500, "model": 100}
@@ -829,12 +829,9 @@ def fuzz(kind: str, cases: int, seed: int, jobs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=1)
+    parser = options(__doc__, device=None, jobs=1, seed=0)
     parser.add_argument("--cases", type=float, default=1.0, help="share of the full counts")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds, comma-separated")
-    parser.add_argument("--out", type=Path, help="results/robustness/fuzz.json")
     args = parser.parse_args()
     kinds = args.only.split(",") if args.only else list(COUNTS)
     found: dict[str, Any] = {}
@@ -842,18 +839,8 @@ def main() -> None:
         found[kind] = fuzz(kind, max(1, round(args.cases * COUNTS[kind])), args.seed, args.jobs)
         print(kind, {key: value for key, value in found[kind].items() if key != "examples"}, flush=True)
     bad = sum(one[key] for one in found.values() for key in ("tracebacks", "hangs", "accepted_flips"))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        command = f"python benchmarks/fuzz.py --jobs {args.jobs} --cases {args.cases:g} --seed {args.seed}"
-        write_json(
-            args.out,
-            {
-                "command": command,
-                "limit_seconds": LIMIT,
-                "kinds": found,
-                "environment": environment(),
-            },
-        )
+    command = f"python benchmarks/fuzz.py --jobs {args.jobs} --cases {args.cases:g} --seed {args.seed}"
+    write(args.out, {"command": command, "limit_seconds": LIMIT, "kinds": found, "environment": about("cpu")})
     sys.exit(bool(bad))
 
 

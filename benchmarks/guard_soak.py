@@ -33,7 +33,6 @@ healthy models.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
@@ -52,9 +51,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from _measure import about, options, write
 from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
-from bilip.record import environment
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import DriftWarning, Guard, Reversible, angle
 
@@ -400,12 +399,9 @@ def known(kept: Path | None, seed: int, count: int) -> dict[int, dict[str, Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, device=None, models=10_000, seed=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--rows", type=Path, help="keep what is found of each model here; the same command goes on")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     args = parser.parse_args()
 
     begin, before = time.perf_counter(), len(known(args.rows, args.seed, args.models))
@@ -425,7 +421,7 @@ def main() -> int:
             "times_noise": NOISE,
             "tolerance": Guard().limit(torch.float32),
         },
-        "environment": environment(),
+        "environment": about("cpu"),
         "torch": {version: sum(r["torch"] == version for r in rows) for version in sorted({r["torch"] for r in rows})},
         "seconds": round(time.perf_counter() - begin, 1),
         "kept_from_earlier_runs": before,
@@ -434,9 +430,7 @@ def main() -> int:
         "families": {name: summary([r for r in rows if r["family"] == name]) for name in FAMILIES},
         "ways": {name: summary([r for r in rows if r["way"] == name]) for name in WAYS},
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(finite(report), indent=1) + "\n")
+    write(args.out, report)
     print(
         f"{found['models']} models, {found['steps']} steps: wrong {found['wrong_steps']}, of these silently "
         f"{found['silently_wrong_steps']}; above the yardstick besides: {found['kink_steps']} kinks, "
@@ -449,15 +443,6 @@ def main() -> int:
     )
     kept = not found["wrong_steps"] and found["needless_first"] <= FIRST and found["needless"] <= ALL
     return 0 if kept else 1
-
-
-def finite(value: Any) -> Any:
-    """JSON knows no infinity."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -1,26 +1,20 @@
 """What does a stated error cost? bilip's inverse of residual blocks against the stopping rule of other libraries.
 
-The rule of residual-flows and normflows iterates plainly until every entry of the batch has (x - x_prev)^2 / (1e-5 +
-1e-5 |y|) < 1, a step
-of about 3e-3, and returns no error. bilip solves each sample to a tolerance with a proven bound. Both run on the same
-blocks, in the
-same process, in turns; errors are distances from a float64 solution.
+The rule of residual-flows and normflows iterates plainly until every entry of the batch has (x - x_prev)^2 / (1e-5 + 1e-5 |y|) < 1, a step
+of about 3e-3, and returns no error. bilip solves each sample to a tolerance with a proven bound. Both run on the same blocks, in the same
+process, in turns; errors are distances from a float64 solution.
 
     python benchmarks/inverse.py
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import time
-from pathlib import Path
 
 import torch
 from rich.progress import track
 
+from _measure import about, in_turns, options, write
 from bilip.blocks import Residual
 from bilip.nets import MLP, ConvNet, Declared
 from bilip.nets.certify import double_twin
@@ -96,14 +90,8 @@ def measure(make, repeats: int, seed: int) -> dict:
         "bilip, best of dtype": lambda: block.solve(y),
         "bilip plain, best of dtype": lambda: block.solve(y, method="plain"),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    results = {}
-    for k in range(repeats + 1):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            results[name] = way()
-            if k:
-                times[name].append(time.perf_counter() - start)
+    times = in_turns(ways, device="cpu", repeats=repeats, warmup=1)
+    results = {name: way() for name, way in ways.items()}
     rows = {}
     for name, result in results.items():
         x, count = result if isinstance(result, tuple) else (result.x, float(result.evaluations.double().mean()))
@@ -120,11 +108,7 @@ def measure(make, repeats: int, seed: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("results/inverse/cpu.json"))
+    parser = options(__doc__, device=None, out="results/inverse/cpu.json", repeats=7, seed=0, threads=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cases = {
@@ -133,16 +117,10 @@ def main() -> None:
     document = {
         "question": "error and cost of the inverse of residual blocks, float32",
         "command": f"python benchmarks/inverse.py --repeats {args.repeats} --seed {args.seed} --threads {args.threads}",
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": "cpu",
-            "threads": args.threads,
-        },
+        "environment": about("cpu"),
         "cases": cases,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write(args.out, document)
     print(f"{'case':30}{'way':28}{'evaluations':>12}{'largest error':>15}{'stated':>10}{'time / rule':>13}")
     for case, rows in cases.items():
         for name, row in rows.items():

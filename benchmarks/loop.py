@@ -16,11 +16,10 @@ import argparse
 import json
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 
-from _measure import about, command_line, wait, write
+from _measure import about, command_line, options, wait, write
 from bilip.data import ImageBatches, Images
 from bilip.models import Classifier, classifier, glow
 from bilip.objectives import Classification
@@ -107,11 +106,7 @@ def bare(captured: CapturedStep | None, model: Classifier, batches: ImageBatches
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    for name, default in (("blocks", 16), ("hidden", 128), ("batch", 128), ("steps", 390), ("repeats", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__, blocks=16, hidden=128, batch=128, steps=390, repeats=1)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     runs = [{kind: measured(kind, args) for kind in ("stored", "reversible")} for _ in range(args.repeats)]

@@ -8,20 +8,18 @@ head, 200 steps of Adam at a rate of 1e-2, float32. Afterwards every point makes
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from _measure import about, options, write
 from bilip import models
 from bilip.auditing.probes import Reconstruction, Spectrum
-from bilip.record import environment, write_json
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import Reversible
 
@@ -95,9 +93,7 @@ def measure(name: str, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__, device=None, seeds=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of penalties about samples they leave out
@@ -105,17 +101,13 @@ def main() -> None:
     for name in ROWS:
         rows[name] = [measure(name, seed) for seed in range(args.seeds)]
         print(name, json.dumps(summary(rows[name])), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            args.out,
-            {
-                "command": f"python benchmarks/penalties.py --seeds {args.seeds}",
-                "environment": environment(),
-                "summary": {name: summary(found) for name, found in rows.items()},
-                "seeds": rows,
-            },
-        )
+    document = {
+        "command": f"python benchmarks/penalties.py --seeds {args.seeds}",
+        "environment": about("cpu"),
+        "summary": {name: summary(found) for name, found in rows.items()},
+        "seeds": rows,
+    }
+    write(args.out, document)
 
 
 def summary(found: list[dict[str, float]]) -> dict[str, float]:

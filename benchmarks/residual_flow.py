@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import collections
 import collections.abc
-import gc
 import json
 import statistics
 import sys
@@ -31,6 +30,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from _measure import about, command_line, in_turns, options, release, wait, write
 from bilip import Chain, Flow, models
 from bilip.blocks import Poisson, Residual, Roulette, Solution, inverting
 from bilip.errors import NotConverged
@@ -42,32 +42,18 @@ SHAPE, COEFFICIENT, ALPHA, DENSE, LR = (3, 32, 32), 0.98, 0.05, 4, 1e-3
 DIMENSION = 3 * 32 * 32
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def times_of(work: Callable[[], object], device: str, repeats: int, warmup: int = 3) -> list[float]:
-    """Seconds of each repeat."""
-    found = []
-    for _ in range(repeats + warmup):
-        wait(device)
-        begin = time.perf_counter()
-        work()
-        wait(device)
-        found.append(time.perf_counter() - begin)
-    return found[warmup:]
+    """Milliseconds of each repeat."""
+    return in_turns({"": work}, device=device, repeats=repeats, warmup=warmup)[""]
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
-    ms = [1e3 * value for value in seconds]
+def summary(ms: list[float]) -> dict[str, float]:
     return {"mean_ms": statistics.fmean(ms), "median_ms": statistics.median(ms), "most_ms": max(ms), "steps": len(ms)}
 
 
 def start_memory(device: str) -> None:
-    gc.collect()
+    release(device)
     if device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -200,18 +186,18 @@ def measure_captured(x: Tensor, args: argparse.Namespace, row: dict, *, recomput
     start_memory(args.device)
     model = make(args, x, shared=True, recompute=recompute)
     task = Task(Flow(model), lambda draw: (x,), lambda flow, step, x: {"loss": loss_of(flow.bijection, x)})
-    clock, seconds = [time.perf_counter()], []
+    clock, spent = [time.perf_counter()], []
 
     def tick(done: int, steps: int, latest: object) -> None:
         wait(args.device)
-        seconds.append(time.perf_counter() - clock[0])
+        spent.append(1e3 * (time.perf_counter() - clock[0]))
         clock[0] = time.perf_counter()
 
     begin = 10 + 2 * args.steps  # by then the common numbers of terms have their graphs
     settings = Settings(steps=begin + 4 * args.steps, lr=LR, seed=args.seed, device=args.device, capture=True)
     with tempfile.TemporaryDirectory() as folder:
         train(task, settings, folder, progress=tick)
-    row |= {"training_step": summary(seconds[begin:]), "peak_GiB": peak_memory(args.device)}
+    row |= {"training_step": summary(spent[begin:]), "peak_GiB": peak_memory(args.device)}
     norms_and_inverse(model, x, args, row)
 
 
@@ -250,16 +236,11 @@ def inverse_row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, device="cuda", batch=64, hidden=512, seed=0)
     parser.add_argument("--original", type=Path, help="the folder that holds the package resflows")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=16, help="of each of the three scales")
-    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--steps", type=int, default=12, help="timed training steps")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="some of: original, eager, recompute, captured")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; use --device cpu with small sizes")
@@ -278,15 +259,9 @@ def main() -> None:
         work = {"original": lambda row: measure_original(args.original, x, args, row), **work}
     if args.only:
         work = {name: run for name, run in work.items() if name.split(",")[0] in args.only}
-    options = ("device", "batch", "blocks", "hidden", "steps", "seed")
     document: dict = {
-        "command": "python benchmarks/residual_flow.py "
-        + " ".join(f"--{name} {getattr(args, name)}" for name in options),
-        "environment": {
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "precision": "float32, TF32 off",
-        },
+        "command": command_line("--original"),
+        "environment": about(args.device) | {"precision": "float32, TF32 off"},
         "models": {},
     }
     for name, run in track(work.items(), total=len(work)):
@@ -297,9 +272,7 @@ def main() -> None:
             row["failed"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         print(name, json.dumps(row), flush=True)
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, document)
     timed = {name: row for name, row in document["models"].items() if "peak_GiB" in row}
     base = timed.get("original")
     for name, row in timed.items():

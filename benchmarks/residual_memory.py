@@ -27,16 +27,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from _measure import in_turns, wait, write
+from _measure import about, command_line, in_turns, options, wait, write
 from bilip import Chain, Reversible
 from bilip.blocks import Bijection, Residual, inverting
 from bilip.models import glow, residual_flow
-from bilip.record import environment
 from bilip.reversible import angle
 
 SCALES, LOOSE = 3, 1e-2
@@ -156,16 +154,9 @@ def evaluations(chain: Chain, x: Tensor, tolerance: float | None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--side", type=int, default=16)
+    parser = options(__doc__, side=16, hidden=32, batch=16, repeats=5, seed=0)
     parser.add_argument("--blocks", type=int, default=4, help="of each of the three scales")
-    parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--coefficient", type=float, default=0.9, help="of the residual branches")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device here; use --device cpu")
@@ -194,12 +185,8 @@ def main() -> None:
         rows[name]["times_stored"] = statistics.median(times[name]) / statistics.median(times[base])
         print(name, json.dumps(rows[name]), flush=True)
     document = {
-        "command": "python benchmarks/residual_memory.py "
-        + " ".join(
-            f"--{name} {getattr(args, name)}"
-            for name in ("device", "side", "blocks", "hidden", "coefficient", "batch", "repeats", "seed")
-        ),
-        "environment": environment() | {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"},
+        "command": command_line(),
+        "environment": about(args.device),
         "ways": rows,
     }
     write(args.out, document)

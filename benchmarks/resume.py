@@ -21,11 +21,10 @@ from pathlib import Path
 
 import torch
 
-from _measure import command_line
+from _measure import about, command_line, options, write
 from bilip.data import checkerboard
 from bilip.objectives import Likelihood
 from bilip.recipes.checkerboard import QUICK, make_flow
-from bilip.record import environment
 from bilip.training import Settings, Task, read_state, train
 
 
@@ -50,11 +49,7 @@ def weights(folder: Path) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    for name, default in (("steps", 300), ("save_every", 50), ("seed", 0), ("kills", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__, steps=300, save_every=50, seed=0, kills=3)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -81,7 +76,7 @@ def main() -> None:
     document = {
         "question": "does a run that is killed and resumed end where an uninterrupted one ends?",
         "command": command_line(),
-        "environment": environment() | ({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}),
+        "environment": about(args.device),
         "seed": args.seed,
         "steps": args.steps,
         "steps_saved_when_killed": killed,
@@ -90,9 +85,7 @@ def main() -> None:
         "bit_equal": {"two runs": torch.equal(once, again), "resumed": torch.equal(once, resumed)},
     }
     print(json.dumps(document, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

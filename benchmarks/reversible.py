@@ -2,30 +2,41 @@
 
 The model is the paper's CIFAR-10 classifier, additive or affine: 3 levels of [squeeze, blocks x (ActNorm, 1x1 convolution,
 coupling)], 128 hidden channels, then BatchNorm, ReLU and a linear layer; a step is cross-entropy (`--loss flow`: negative log-
-likelihood), backward pass and Adam. The contenders, all with the same weights and the same batch:
+likelihood), backward pass and Adam. `--loss multiscale` takes the step of a Glow instead: half of the channels leave after each level, with
+a Gaussian of their own. The contenders, all with the same weights and the same batch:
 
 * stored: ordinary backpropagation.
 * checkpoint, checkpoint sqrt: torch.utils.checkpoint around every block, and around the square root of their number.
 * memcnn: MemCNN's InvertibleModuleWrapper around every block. It knows no log-determinant; with `--loss flow` that travels through
   its blocks as a second tensor, whose value the inverse leaves as it is: no gradient depends on it.
 * reversible: bilip.Reversible, guard on. bare: the same with guard=None.
+* penalised (where asked for): reversible with the bi-directional finite-difference penalty, original scaling. A penalty every K steps costs
+  ((K - 1) plain + 1 with) / K. The paper reports 3.04, 1.45 and 1.26 for K = 1, 5, 10 over its own memory-saving base, which evaluates
+  every net twice in the backward pass; the operation count here is 12 against 4 net passes.
+* normflows (where asked for, with `--loss multiscale`): its `MultiscaleFlow` of `GlowBlock`s, with weights of its own.
 
 revlib is not here: it splits the channels into two streams for good, and has no place for a 1x1 convolution or a squeeze.
 
 Time: every repetition runs each contender once, in rotating order. Mode `captured` (CUDA) is the whole step in one CUDA graph for
-every contender that can be captured. Memory: in a process of its own, forward and backward pass without the optimizer. `peak` is all
-that the two allocate beyond model and data. `activations` leaves out the gradients of the parameters, which every method has
-to hold in the end: the larger of the peak of the forward pass and that of the backward pass less the gradients. On the CPU
+every contender that can be captured; `--kernels` profiles one replay of each and says where its time goes. Graphs may run kernels side by
+side, so that the sum over kernels can exceed the time of the step. Memory: in a process of its own, forward and backward pass without the
+optimizer. `peak` is all that the two allocate beyond model and data. `activations` leaves out the gradients of the parameters, which every
+method has to hold in the end: the larger of the peak of the forward pass and that of the backward pass less the gradients. On the CPU
 these are resident bytes of the process, so that libraries and the allocator add some noise; on CUDA those of torch's allocator.
 
     python benchmarks/reversible.py --out results/reversible/cpu.json
     PYTHONPATH=src:.rivals python benchmarks/reversible.py --device cuda --batch 128 --hidden 128 --depths 4 16 64 \
         --modes eager captured --repeats 20 --out results/reversible/h200.json
+    python benchmarks/reversible.py --device cuda --batch 512 --hidden 128 --depths 16 --couplings affine --modes captured \
+        --contenders stored reversible penalised --out results/reversible/h200_penalty.json
+    python benchmarks/reversible.py --device cuda --batch 64 --hidden 512 --depths 8 16 32 --couplings affine --loss multiscale \
+        --contenders stored reversible normflows --modes eager captured --out results/throughput/glow_h200.json
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -33,6 +44,7 @@ import statistics
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,15 +52,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from _measure import Meter, about, in_turns, release, training_step, write
+from _measure import Meter, about, in_turns, options, release, training_step, write
+from bilip import Flow as Density
 from bilip.blocks import Bijection, Chain, Squeeze
 from bilip.models import Classifier, classifier, glow
+from bilip.regularizers import FiniteDifference
 from bilip.reversible import Reversible, angle
 
 SHAPE, LEVELS = (3, 32, 32), 3
 CONTENDERS = ("stored", "checkpoint", "checkpoint sqrt", "memcnn", "reversible", "bare")
+OTHERS = ("penalised", "normflows")  # another loss, other weights: their gradients are not held against the stored one
+FOREIGN = ("memcnn", "normflows")
+PAPER = {"1": 3.04, "5": 1.45, "10": 1.26}
+KINDS = {
+    "one-pass kernels of the walk": ("_sums", "_shift", "_couple", "_uncouple"),
+    "optimizer": ("multi_tensor_apply",),
+    "convolutions": ("fprop", "dgrad", "wgrad", "winograd", "cudnn"),
+    "matrix products": ("gemm", "cutlass", "splitK"),
+    "sums": ("reduce_kernel",),
+    "copies": ("Cat", "copy", "Memcpy", "memset", "Memset"),
+}
 Flow = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # to the latent and, with the flow's loss, the log-determinant
 
 
@@ -64,11 +90,61 @@ def make_model(settings: Mapping[str, Any], blocks: int, coupling: str) -> tuple
     x = torch.randn(settings["batch"], *SHAPE, generator=generator).to(settings["device"])
     labels = torch.randint(10, (settings["batch"],), generator=generator).to(settings["device"])
     with torch.no_grad():
-        for parameter in trunk.parameters():  # nothing may be trivial: what starts at zero gets small numbers
-            if not parameter.any():
-                parameter.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
+        wake(trunk, generator)
         trunk(x[:16])  # starts ActNorm
     return model, x, labels
+
+
+def wake(model: nn.Module, generator: torch.Generator) -> None:
+    """Nothing may be trivial: what starts at zero gets small numbers."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
+
+
+def make_multiscale(settings: Mapping[str, Any], contender: str, blocks: int, coupling: str) -> tuple[Any, Tensor]:
+    """A Glow that gives up half of its channels after each level, and a batch."""
+    torch.manual_seed(settings["seed"])
+    if contender == "normflows":
+        model: Any = normflows_glow(blocks, settings["hidden"])
+    else:
+        trunk = glow(
+            SHAPE,
+            levels=LEVELS,
+            blocks=blocks,
+            hidden=settings["hidden"],
+            coupling=coupling,
+            factor_out=True,
+            learned_prior=True,
+        )
+        model = Density(trunk)
+    generator = torch.Generator().manual_seed(settings["seed"])
+    x = (torch.rand(settings["batch"], *SHAPE, generator=generator) - 0.5).to(settings["device"])
+    model.to(settings["device"])
+    with torch.no_grad():
+        model.log_prob(x, None)  # starts ActNorm
+        wake(model, generator)
+    if contender in ("reversible", "bare"):
+        guard = {} if contender == "reversible" else {"guard": None}
+        model = Density(Reversible(model.bijection, **guard), model.base)
+    return model, x
+
+
+def normflows_glow(blocks: int, hidden: int) -> nn.Module:
+    """The Glow of its examples, without classes."""
+    import normflows as nf
+
+    channels, side = SHAPE[:2]
+    bases, parts, merges = [], [], []
+    for level in range(LEVELS):  # from the latent to the data
+        inner = [nf.flows.GlowBlock(channels * 2 ** (LEVELS + 1 - level), hidden) for _ in range(blocks)]
+        parts.append([*inner, nf.flows.Squeeze()])
+        if level:
+            merges.append(nf.flows.Merge())
+        left = LEVELS - level
+        shape = (channels * 2 ** (left + (level == 0)), side // 2**left, side // 2**left)
+        bases.append(nf.distributions.DiagGaussian(shape))
+    return nf.MultiscaleFlow(bases, parts, merges, class_cond=False)
 
 
 def blocks_of(trunk: Chain) -> list[Chain]:
@@ -144,16 +220,25 @@ def make_flow(contender: str, trunk: Chain, *, log_det: bool) -> Flow:
 
 
 def make_loss(settings: Mapping[str, Any], contender: str, blocks: int, coupling: str):
-    """The model, and its loss as a function without arguments."""
+    """The model, its loss as a function without arguments, and its map."""
+    if settings["loss"] == "multiscale":
+        density, x = make_multiscale(settings, contender, blocks, coupling)
+        flow = lambda x: (density.log_prob(x, None), None)  # noqa: E731
+        return density, lambda: -flow(x)[0].mean() / math.prod(SHAPE), flow
     model, x, labels = make_model(settings, blocks, coupling)
     likelihood = settings["loss"] == "flow"
-    flow = make_flow(contender, model.trunk, log_det=likelihood)  # type: ignore[arg-type]
+    penalty, inner = FiniteDifference(weight=1e-4, scaling="original"), Reversible(model.trunk)
+    if penalised := contender == "penalised":
+        flow = partial(run, inner, log_det=likelihood)
+    else:
+        flow = make_flow(contender, model.trunk, log_det=likelihood)  # type: ignore[arg-type]
 
     def loss() -> Tensor:
         z, log_det = flow(x)
+        more = penalty(inner, x, latent=(z, log_det), step=0) if penalised else 0.0
         if log_det is not None:
-            return (0.5 * z.flatten(1).square().sum(1) - log_det).mean() / math.prod(SHAPE)
-        return nn.functional.cross_entropy(model.head(z), labels)
+            return (0.5 * z.flatten(1).square().sum(1) - log_det).mean() / math.prod(SHAPE) + more
+        return nn.functional.cross_entropy(model.head(z), labels) + more
 
     return model, loss, flow
 
@@ -170,6 +255,29 @@ def make_step(settings: Mapping[str, Any], contender: str, blocks: int, coupling
 
 def _in_head(model: Classifier, parameter: Tensor) -> bool:
     return any(parameter is p for p in model.head.parameters())
+
+
+def kernels_of(step: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """Launches and milliseconds of one replay, by kind of kernel."""
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        step()
+        torch.cuda.synchronize()
+    launches, spent = Counter(), Counter()
+    for event in record.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            names = (kind for kind, parts in KINDS.items() if any(part in event.name for part in parts))
+            kind = next(names, "elementwise and other")
+            launches[kind] += 1
+            spent[kind] += event.time_range.elapsed_us() / 1e3
+    return {kind: {"launches": launches[kind], "milliseconds": spent[kind]} for kind in sorted(spent)}
+
+
+def penalty_every(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """What the penalty costs every K steps, computed from the times of steps with and without it."""
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    mean = {k: ((int(k) - 1) * middle["reversible"] + middle["penalised"]) / int(k) for k in PAPER}
+    over = {f"over_{base}": {k: value / middle[base] for k, value in mean.items()} for base in ("reversible", "stored")}
+    return over | {"paper": PAPER}
 
 
 # ---- memory
@@ -246,7 +354,7 @@ def memory(settings: Mapping[str, Any], contenders: Sequence[str], blocks: int, 
 def gradient_angles(settings: Mapping[str, Any], contenders: Sequence[str], blocks: int, coupling: str):
     """Is it the same gradient? Radians from the stored one."""
     found = {}
-    for name in contenders:
+    for name in (name for name in contenders if name not in OTHERS):
         model, loss, _ = make_loss(settings, name, blocks, coupling)
         loss().backward()
         found[name] = [p.grad for p in model.parameters() if p.grad is not None]
@@ -256,18 +364,18 @@ def gradient_angles(settings: Mapping[str, Any], contenders: Sequence[str], bloc
 def available(settings: Mapping[str, Any], wanted: Sequence[str]) -> tuple[list[str], list[str]]:
     """The contenders that can be imported, and those of them that can be captured."""
     contenders = list(wanted)
-    try:
-        import memcnn  # noqa: F401
-    except ImportError as error:
-        contenders = [name for name in contenders if name != "memcnn"]
-        print(f"memcnn is left out: {error}")
+    for name in FOREIGN:
+        if name in contenders and importlib.util.find_spec(name) is None:
+            contenders.remove(name)
+            print(f"{name} is left out: it is not installed")
     capturable = list(contenders)
-    if "captured" in settings["modes"] and "memcnn" in contenders:
-        task = {"kind": "capture", "settings": settings, "blocks": 1, "coupling": "affine", "contenders": ["memcnn"]}
-        answer = in_subprocess(**task)
-        if "error" in answer:
-            capturable.remove("memcnn")
-            print(f"memcnn cannot be captured: {answer['error']}")
+    for name in FOREIGN if "captured" in settings["modes"] else ():
+        if name in contenders:
+            task = {"kind": "capture", "settings": settings, "blocks": 1, "coupling": "affine", "contenders": [name]}
+            answer = in_subprocess(**task)
+            if "error" in answer:
+                capturable.remove(name)
+                print(f"{name} cannot be captured: {answer['error']}")
     return contenders, capturable
 
 
@@ -282,6 +390,8 @@ def measure(settings: Mapping[str, Any], blocks: int, coupling: str, contenders:
         names = capturable if mode == "captured" else contenders
         steps = {name: make_step(settings, name, blocks, coupling, mode) for name in names}
         times = in_turns(steps, device=settings["device"], repeats=settings["repeats"], warmup=settings["warmup"])
+        if mode == "captured" and settings["kernels"]:
+            row["kernels"] = {name: kernels_of(step) for name, step in steps.items()}
         del steps
         release(settings["device"])
         row["time"][mode] = {
@@ -292,6 +402,8 @@ def measure(settings: Mapping[str, Any], blocks: int, coupling: str, contenders:
             }
             for name, each in times.items()
         }
+        if {"penalised", "reversible"} <= set(times):
+            row.setdefault("penalty_every", {})[mode] = penalty_every(times)
     return row
 
 
@@ -303,7 +415,10 @@ def show(row: Mapping[str, Any]) -> None:
         cells = [row["time"][mode].get(name) for mode in modes]
         bytes_ = [f"{facts[key] / 2**20:.1f}" if key in facts else "?" for key in ("activations", "peak")]
         times = "".join(f"{c['median_ms']:11.1f} ms {c['over_stored']:4.2f}x" if c else f"{'-':>20}" for c in cells)
-        print(f"{name:16}{bytes_[0]:>8} MiB{bytes_[1]:>10}{row['gradient_angle'][name]:10.1e}{times}", flush=True)
+        print(
+            f"{name:16}{bytes_[0]:>8} MiB{bytes_[1]:>10}{row['gradient_angle'].get(name, math.nan):10.1e}{times}",
+            flush=True,
+        )
 
 
 def prepare(settings: Mapping[str, Any]) -> None:
@@ -315,17 +430,14 @@ def prepare(settings: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 32), ("batch", 8), ("repeats", 7), ("warmup", 2), ("seed", 0), ("threads", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--loss", choices=("classifier", "flow"), default="classifier")
+    parser = options(__doc__, hidden=32, batch=8, repeats=7, warmup=2, seed=0, threads=1)
+    parser.add_argument("--loss", choices=("classifier", "flow", "multiscale"), default="classifier")
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 16], help="blocks in each of the 3 levels")
     parser.add_argument("--couplings", nargs="+", default=["additive", "affine"], choices=("additive", "affine"))
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=("eager", "captured"))
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=(*CONTENDERS, *OTHERS))
     parser.add_argument("--tf32", action="store_true", help="let CUDA round the inputs of products to TF32")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--kernels", action="store_true", help="say where the time of captured steps goes")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -333,6 +445,10 @@ def main() -> None:
         return
     if "captured" in args.modes and args.device != "cuda":
         parser.error("--modes captured needs --device cuda")
+    if args.loss == "multiscale" and (odd := set(args.contenders) - {"stored", "reversible", "bare", "normflows"}):
+        parser.error(f"--loss multiscale is not for {', '.join(sorted(odd))}")
+    if "normflows" in args.contenders and (args.loss != "multiscale" or args.couplings != ["affine"]):
+        parser.error("--contenders normflows needs --loss multiscale --couplings affine")
     if "stored" not in args.contenders:
         args.contenders.insert(0, "stored")
 

@@ -35,7 +35,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import _search
+from _measure import Found as AnyFound
+from _measure import search as search_for
+from _measure import search_main
 from adapters.test_proofs import PROVEN
 from bilip import Box
 from bilip.adapters import as_bijection
@@ -58,31 +60,15 @@ CASES = 25  # of one task of a process
 
 
 @dataclass
-class Found:
-    """What some cases gave."""
+class Found(AnyFound):
+    """What some cases gave; `closest`: the largest log10 of gain over bound."""
 
+    counted = "comparisons"
     comparisons: int = 0
     images: int = 0
     cases: int = 0
     by: collections.Counter = field(default_factory=collections.Counter)
     refused: collections.Counter = field(default_factory=collections.Counter)
-    closest: float = -math.inf  # largest log10 of gain over bound
-    findings: list[dict] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """How many comparisons they were."""
-        return self.comparisons
-
-    def add(self, other: Found) -> None:
-        """Take the results of other cases in."""
-        self.comparisons += other.comparisons
-        self.images += other.images
-        self.cases += other.cases
-        self.by.update(other.by)
-        self.refused.update(other.refused)
-        self.closest = max(self.closest, other.closest)
-        self.findings += other.findings
 
 
 @dataclass(frozen=True)
@@ -371,7 +357,7 @@ def _numbered(found: Found, seed: int, index: int) -> Found:
 def search(comparisons: int, *, seed: int = 0, jobs: int = 1, progress=lambda found: None) -> Found:
     """Draw cases until there are so many comparisons; the same ones whatever the number of processes."""
     tasks = ((seed, start, start + CASES) for start in range(0, 10**9, CASES))
-    return _search.search(run, tasks, Found(), comparisons, jobs=jobs, progress=progress)
+    return search_for(run, tasks, Found(), comparisons, jobs=jobs, progress=progress)
 
 
 def describe(found: Found) -> dict:
@@ -387,4 +373,4 @@ def describe(found: Found) -> dict:
 
 if __name__ == "__main__":
     question = "does any gain exceed a proven bound, at any magnitude"
-    sys.exit(_search.main("comparisons", question, __doc__, "results/soundness/search.json", search, describe))
+    sys.exit(search_main("comparisons", question, __doc__, "results/soundness/search.json", search, describe))

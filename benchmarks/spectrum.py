@@ -13,21 +13,17 @@ medians is reported.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from _measure import command_line
+from _measure import about, command_line, options, wait, write
 from bilip import models
 from bilip.auditing.probes import Subject, extremes, jacobian, singular_values
-from bilip.record import environment
 
 
 def trunk(size: int, args: argparse.Namespace) -> tuple[Subject, Tensor]:
@@ -67,12 +63,10 @@ def columns(subject: Subject, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     start = time.perf_counter()
     value = work()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     return time.perf_counter() - start, value
 
 
@@ -112,31 +106,20 @@ def compare(size: int, dtype: torch.dtype, args: argparse.Namespace) -> dict[str
             "paper_over_matrix_free": row["seconds"]["paper"] / row["seconds"]["matrix-free"],
             "sigma_max_relative_error": abs(float(found.sigma_max) / float(both[0]) - 1),
             "sigma_max_residual": float(found.sigma_max_error),
-            "sigma_min_relative_error": _finite(abs(float(found.sigma_min) / float(both[-1]) - 1)),
-            "sigma_min_residual": _finite(float(found.sigma_min_error)),
-            "sigma_min": _finite(float(found.sigma_min)),
+            "sigma_min_relative_error": abs(float(found.sigma_min) / float(both[-1]) - 1),
+            "sigma_min_residual": float(found.sigma_min_error),
+            "sigma_min": float(found.sigma_min),
             "note": found.note,
             "steps": args.steps,
         }
     return row
 
 
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, blocks=16, hidden=128, steps=100, repeats=3, seed=0)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16], help="image sides; d = 3 side^2")
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--wake", type=float, default=0.05, help="noise on the weights, in units of their deviation")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--paper-repeats", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows = []
@@ -148,18 +131,15 @@ def main() -> None:
             print(
                 f"d = {row['d']:5d} {row['dtype']}: {seconds}   paper/exact {row['paper_over_exact']:.1f}x", flush=True
             )
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     document = {
         "question": "time of a Jacobian spectrum against the paper's way",
         "command": command_line(),
-        "environment": environment() | {"torch": torch.__version__, "device": device},
+        "environment": about(args.device),
         "seed": args.seed,
         "tf32": False,
         "rows": rows,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write(args.out, document)
 
 
 if __name__ == "__main__":

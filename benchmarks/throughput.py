@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from _measure import in_turns, write
+from _measure import in_turns, options, write
 from bilip.models import glow
 from bilip.nets import ConvNet
 
@@ -218,13 +218,9 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("blocks", 16), ("hidden", 128), ("batch", 32), ("repeats", 20), ("warmup", 3), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = options(__doc__, blocks=16, hidden=128, batch=32, repeats=20, warmup=3, seed=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on the CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rivals", type=Path, help="import the rivals from this folder, where they are not installed")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     args = parser.parse_args()
     if args.rivals:
         sys.path.insert(0, str(args.rivals.resolve()))

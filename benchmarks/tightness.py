@@ -1,20 +1,15 @@
 """How far above the best gain found do the proven bounds lie, and does any gain exceed one?
 
-Every block and network of `tests/catalogue.py`, with its weights as initialised (x1) and tripled (x3), over several
-seeds: bounds
-in both formulas, on a box and (where one exists) everywhere, against random pairs and gradient ascent on float64
-Jacobian gains.
-Writes JSON; a gain more than 1e-9 above a bound ends the run with exit code 1.
+Every block and network of `tests/catalogue.py`, with its weights as initialised (x1) and tripled (x3), over several seeds: bounds in both
+formulas, on a box and (where one exists) everywhere, against random pairs and gradient ascent on float64 Jacobian gains. Writes JSON; a
+gain more than 1e-9 above a bound ends the run with exit code 1.
 
     python benchmarks/tightness.py --seeds 2 --steps 15 --out results/soundness/quick.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +20,7 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from _measure import about, options, write
 from bilip import Box
 from bilip.blocks import ActNorm, Bijection, DiagonalScaling, InvertibleConv1x1
 from bilip.errors import NoGlobalBound
@@ -96,11 +92,7 @@ def summary(rows: list[dict]) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--points", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("results/soundness/quick.json"))
+    parser = options(__doc__, device=None, out="results/soundness/quick.json", seeds=2, points=16, steps=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
     start, rows = time.time(), []
@@ -111,21 +103,13 @@ def main() -> int:
     document = {
         "question": "proven bounds against the best gains found",
         "command": f"python benchmarks/tightness.py --seeds {args.seeds} --points {args.points} --steps {args.steps}",
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": "cpu",
-            "dtype": "float64",
-        },
+        "environment": about("cpu"),
         "seconds": round(time.time() - start),
         "comparisons": len(rows),
         "largest_excess_of_a_gain_over_a_bound": worst,
         "tightness": summary(rows),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    aside = args.out.with_suffix(".aside")
-    aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    aside.replace(args.out)
+    write(args.out, document)
     print(
         f"{'block':24}{'weights':>8}  {'sharp F':>9}{'sharp F^-1':>11}{'paper F':>9}{'paper F^-1':>11}   "
         "median log10(bound / gain)"

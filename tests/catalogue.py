@@ -214,6 +214,53 @@ IDS = [entry.name for entry in CATALOGUE]
 assert len(set(IDS)) == len(IDS)
 
 
+class Map(Bijection):
+    """A bijection of functions, the identity where none is given, to plant something in.
+
+    Without `log_det` it states no log-determinant; that of the inverse follows from it, unless `log_det_back` says otherwise.
+    """
+
+    def __init__(self, forward=torch.clone, inverse=torch.clone, log_det=None, log_det_back=None):
+        super().__init__()
+        self.there, self.back, self.log_det_there, self.log_det_back = forward, inverse, log_det, log_det_back
+
+    def forward(self, x, context=None):
+        return self.there(x)
+
+    def inverse(self, z, context=None):
+        return self.back(z)
+
+    def forward_and_log_det(self, x, context=None):
+        return super().forward_and_log_det(x) if self.log_det_there is None else (self(x), self.log_det_there(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return super().inverse_and_log_det(z) if self.log_det_back is None else (self.inverse(z), self.log_det_back(z))
+
+
+def zeros(x):
+    """The log-determinant of a map that keeps volumes."""
+    return x.new_zeros(len(x))
+
+
+def scaled(model, factor):
+    """Weights grown as in training gone wrong; biases stay."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(factor)
+    return model
+
+
+def overflowing():
+    """A flow with finite log-determinants and outputs that are not: autograd leaves out what the loss has not looked at."""
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
+    with torch.no_grad():
+        model[2].t.layers[-1].bias[2:] -= 25.0  # what this block contracts, the walk cannot recover
+        model[5].t.layers[-1].bias[2:] += 100.0  # and the last one overflows
+    return model, torch.randn(8, 4)
+
+
 def squash(block, sigma):
     """Move the raw scales of an affine coupling so far down that its scale is about sigma: its inverse is lost."""
     last = [layer for layer in block.t.modules() if getattr(layer, "bias", None) is not None][-1]

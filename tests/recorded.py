@@ -1,4 +1,4 @@
-"""CUDA graphs played on a CPU, so that captured steps are tested where there is no GPU.
+"""CUDA graphs played on a CPU, so that captured steps are tested where there is no GPU; and what tests of recorded runs share.
 
 A graph is the list of the operators that ran while it was recorded, with the very tensors they read and wrote. A replay runs them
 again on those tensors: whatever Python had computed in between is frozen, as on a GPU. What a GPU forbids while it records raises
@@ -7,13 +7,22 @@ Not played: memory that a graph uses twice, and that streams run at the same tim
 """
 
 import contextlib
+import json
+import math
 import sys
 from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from bilip.errors import Stopped
+from bilip.recipes import reproduce
+from bilip.recipes.recipe import Work
+from bilip.record import read_json
+from bilip.training import read_state
 
 aten = torch.ops.aten
 FORBIDDEN = {
@@ -195,3 +204,36 @@ def write_images(folder, counts, side=32):
     for name, count in counts.items():
         x = np.clip(draw.normal(128, 40, (count, 8, 8, 3)), 0, 255).repeat(side // 8, 1).repeat(side // 8, 2)
         np.savez(folder / f"{name}.npz", x=x.astype(np.uint8), y=np.arange(count) % 10)
+
+
+# ---- small runs of recipes
+
+
+def numbers_of(folder, part):
+    """What a run of the size `quick` has measured for a part, as text: NaN equals itself there."""
+    return json.dumps(read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"][part])
+
+
+def stop_and_resume(recipe, part, folder, monkeypatch, *, steps, **options):
+    """Run a part until its time is up after so many steps, and let the same command go on."""
+    clock = iter([0.0] * (steps - 1) + [math.inf])
+    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
+    with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
+        reproduce(recipe, out=folder, parts=[part], minutes=1e6, **options)
+    monkeypatch.undo()
+    piece = folder / "pieces" / "quick" / "seed0" / part
+    assert read_state(piece / "last.safetensors")[1]["step"] == steps
+    assert not (piece / "measured.json").exists()
+    reproduce(recipe, out=folder, parts=[part], **options)
+
+
+def check_captured(recipe, part, config, folder, data, device, monkeypatch):
+    """Captured steps of a flow end as eager ones."""
+    eager = recipe.run(part, config, Work(folder / "eager", 1, "cpu", data=data))
+    seen = watched_captures(monkeypatch, device)
+    captured = recipe.run(part, config, Work(folder / "captured", 1, device.type, data=data))
+    assert seen[0].replays > 2
+    assert not seen[0].failed
+    assert sorted(captured.numbers) == sorted(eager.numbers)
+    if device.type == "cpu":
+        assert captured.numbers["test_bits"] == pytest.approx(eager.numbers["test_bits"], rel=1e-3)

@@ -293,7 +293,7 @@ class MyBlock(Foreign):
         return self.module.to_data(z)
 '''
 CASE = """
-    Case("mylib", "mylib", lambda: __import__("mylib").Trebled(), (4,), "mylib", None, blocks=("Trebled",)),"""
+    Case("mylib", lambda: __import__("mylib").Trebled(), (4,), blocks=("Trebled",)),"""
 RECIPE = '''
 """One and one is two."""
 

@@ -235,14 +235,18 @@ planted(
 class DropsLatents(FrEIA):
     """A user who keeps half of the latents and fills the rest with zeros."""
 
-    def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+    @staticmethod
+    def kept(z: Tensor) -> Tensor:
         half = z.shape[1] // 2
-        return super().decode(torch.cat((z[:, :half], torch.zeros_like(z[:, half:])), 1), context)
+        return torch.cat((z[:, :half], torch.zeros_like(z[:, half:])), 1)
+
+    def decode(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return super().decode(self.kept(z), context)
 
     def audited(self) -> Any:
         import bilip
 
-        inner = bilip.as_bijection(self.model)
+        inner, kept = bilip.as_bijection(self.model), self.kept
 
         class Drops(bilip.Bijection):
             def __init__(self) -> None:
@@ -253,17 +257,13 @@ class DropsLatents(FrEIA):
                 return self.inner(x, context)
 
             def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-                half = z.shape[1] // 2
-                return self.inner.inverse(torch.cat((z[:, :half], torch.zeros_like(z[:, half:])), 1), context)
+                return self.inner.inverse(kept(z), context)
 
             def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
                 return self.inner.forward_and_log_det(x, context)
 
             def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-                half = z.shape[1] // 2
-                return self.inner.inverse_and_log_det(
-                    torch.cat((z[:, :half], torch.zeros_like(z[:, half:])), 1), context
-                )
+                return self.inner.inverse_and_log_det(kept(z), context)
 
         return bilip.Flow(Drops(), shape=self.size)
 

@@ -1,4 +1,8 @@
-"""The zoo: which flows there are, and how each is trained. Sizes and rates are what users of each library write, calm and hasty ones."""
+"""Flows of six libraries, trained in seconds to minutes: which there are, and how. Sizes and rates are what users of each library write.
+
+Around this file: `data` draws what they are trained on, `views` calls each library by its own interface, `defects` breaks some of them, and
+`truth` says what each may be used for, without the audit's code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 from flow_zoo.data import SETS, Data
 from flow_zoo.views import Bilip, FrEIA, FrEIAGraph, Multiscale, NFlows, Normflows, Pyro, View, Zuko
 
-__all__ = ["FLOWS", "Spec", "flow", "train"]
+__all__ = ["EXPLODING", "FLOWS", "Spec", "flow", "train"]
 
 
 @dataclass(frozen=True)
@@ -549,3 +553,54 @@ flow("bilip-multiscale-784", "multi-scale, affine coupling", "images", steps=500
 flow("bilip-additive-784", "additive", "flat images", steps=600, batch=128, cost=150)(
     lambda: bilip_flow(lambda b: b.models.real_nvp(784, blocks=6, hidden=(256,), coupling="additive"), (784,))
 )
+
+
+# ---- small ones that lose what lies outside their data: deep, and trained in haste
+
+EXPLODING: dict[str, Spec] = {}
+
+
+def hasty(
+    name: str, build: Callable[[], View], data: str = "heavy table", rate: float = 1e-2, steps: int = 150
+) -> None:
+    EXPLODING[name] = Spec(name, ("exploding",), data, build, steps=steps, rate=rate, batch=128)
+
+
+hasty("nflows-affine-24", lambda: nflows_coupling("affine", 8, 24, 32))
+hasty("nflows-affine-16-table", lambda: nflows_coupling("affine", 8, 16, 32), "table")
+hasty("nflows-maf-8", lambda: nflows_maf(8, 8, 32))
+hasty("nflows-maf-12-table", lambda: nflows_maf(8, 12, 32), "table")
+hasty("nflows-rqs-6", lambda: nflows_coupling("rqs", 8, 6, 32, tails="linear", tail_bound=5.0, num_bins=8), rate=2e-2)
+hasty("freia-glow-16", lambda: freia("GLOWCouplingBlock", 8, 16, mlp(32, nn.ReLU)))
+hasty("freia-glow-24-table", lambda: freia("GLOWCouplingBlock", 8, 24, mlp(32, nn.ReLU)), "table", steps=100)
+hasty("freia-rnvp-12", lambda: freia("RNVPCouplingBlock", 8, 12, mlp(32, nn.ReLU), clamp=4.0))
+hasty("freia-rnvp-12-table", lambda: freia("RNVPCouplingBlock", 8, 12, mlp(32, nn.ReLU), clamp=4.0), "table")
+hasty("normflows-exp-16", lambda: normflows_coupling(8, 16, 32, scale_map="exp"))
+hasty("normflows-exp-24-table", lambda: normflows_coupling(8, 24, 32, scale_map="exp"), "table")
+hasty("normflows-sigmoid-24", lambda: normflows_coupling(8, 24, 32), rate=2e-2)
+hasty("normflows-spline-3", lambda: normflows_spline(8, 3, 32), rate=2e-2, steps=100)
+hasty("zuko-realnvp-16", lambda: zuko("RealNVP", 8, transforms=16, hidden_features=(32,)))
+hasty("zuko-realnvp-24-table", lambda: zuko("RealNVP", 8, transforms=24, hidden_features=(32,)), "table")
+hasty("zuko-maf-8", lambda: zuko("MAF", 8, transforms=8, hidden_features=(32,)))
+hasty("zuko-maf-12-table", lambda: zuko("MAF", 8, transforms=12, hidden_features=(32,)), "table")
+hasty("zuko-nsf-4", lambda: zuko("NSF", 8, transforms=4, hidden_features=(32,)), rate=2e-2)
+hasty("pyro-affine-12", lambda: Pyro(pyro_parts(8, 12, 32, "affine"), 8))
+hasty("pyro-affine-16-table", lambda: Pyro(pyro_parts(8, 16, 32, "affine"), 8), "table")
+hasty("pyro-spline-4", lambda: Pyro(pyro_parts(8, 4, 32, "spline"), 8), rate=2e-2)
+hasty("bilip-sigmoid-32", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=32, hidden=(32,)), (8,)))
+hasty(
+    "bilip-sigmoid-24-table", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,)), (8,)), "table"
+)
+hasty(
+    "bilip-tanh-16",
+    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=16, hidden=(32,), scale="tanh_exp"), (8,)),
+)
+hasty(
+    "bilip-tanh-24-table",
+    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,), scale="tanh_exp"), (8,)),
+    "table",
+)
+hasty("nflows-maf-16", lambda: nflows_maf(8, 16, 32))
+hasty("normflows-exp-32", lambda: normflows_coupling(8, 32, 32, scale_map="exp"))
+hasty("zuko-realnvp-32", lambda: zuko("RealNVP", 8, transforms=32, hidden_features=(32,)))
+hasty("pyro-affine-24", lambda: Pyro(pyro_parts(8, 24, 32, "affine"), 8))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("case", CASES, ids=IDS)
 def made(case):
     """The model in float64 where it is a module, and what `adapt` sees."""
     if not case.installed:
-        pytest.skip(f"{case.needs} is not installed")
+        pytest.skip(f"{case.needs or case.library} is not installed")
     model = case.model()
     if isinstance(model, nn.Module):
         model = model.double().eval()

@@ -17,15 +17,15 @@ from bilip.nets import MLP
 class Case:
     """A model, one sample's shape, and the library's own log-density where it has one.
 
-    `blocks`: kinds that must be visible. `trip`: round trips in float64 reach this.
+    The name begins with the library. `needs`: another package that must be there. `blocks`: kinds that must be visible.
+    `trip`: round trips in float64 reach this.
     """
 
     name: str
-    needs: str
     make: Callable[[], Any]
     shape: tuple[int, ...]
-    library: str
     log_prob: Callable[[Any, Tensor, Tensor | None], Tensor] | None = None
+    needs: str = ""
     context: tuple[int, ...] | None = None
     blocks: tuple[str, ...] | None = None
     trip: float = 1e-9
@@ -46,8 +46,12 @@ class Case:
         return torch.randn(count, *self.context, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     @property
+    def library(self) -> str:
+        return self.name.split()[0]
+
+    @property
     def installed(self) -> bool:
-        return importlib.util.find_spec(self.needs) is not None
+        return importlib.util.find_spec(self.needs or self.library) is not None
 
 
 def net(inputs: int, outputs: int) -> nn.Module:
@@ -252,19 +256,10 @@ def normflows_multiscale(*, classes: bool = False):
 def zuko_flow(kind: str, *args, **options):
     import zuko
 
-    return getattr(zuko.flows, kind)(*args, **options)
+    return getattr(zuko.flows, kind)(*args, **({"hidden_features": (8,)} | options))
 
 
 # ---- torch and Pyro
-
-
-def torch_distribution():
-    from torch.distributions import Normal, TransformedDistribution
-    from torch.distributions import transforms as t
-
-    base = Normal(torch.zeros(3), 2 * torch.ones(3))
-    shift = t.AffineTransform(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.5, 0.5, -2.0]), cache_size=1)
-    return TransformedDistribution(base, [t.TanhTransform(cache_size=1), shift, t.SigmoidTransform().inv.inv.inv.inv])
 
 
 def torch_vector():
@@ -335,18 +330,28 @@ def in_double(function):
     return call
 
 
+def plain(model, x, context):
+    return model.log_prob(x)
+
+
 def with_context(model, x, context):
     return model.log_prob(x, context=context)
+
+
+def second(model, x, context):
+    return model.log_prob(x, context)
+
+
+def called(model, x, context):
+    return model(context).log_prob(x)
 
 
 CASES = [
     Case(
         "nflows",
-        "nflows",
         nflows_flow,
         (4,),
-        "nflows",
-        lambda m, x, c: m.log_prob(x),
+        plain,
         blocks=(
             "AffineCouplingTransform",
             "ReversePermutation",
@@ -355,187 +360,107 @@ CASES = [
             "InverseTransform",
         ),
     ),
-    Case(
-        "nflows diagonal",
-        "nflows",
-        lambda: nflows_flow(base="diagonal"),
-        (4,),
-        "nflows",
-        lambda m, x, c: m.log_prob(x),
-        samples=False,  # the library has not written it
-    ),
-    Case("nflows context", "nflows", lambda: nflows_flow(context=2), (4,), "nflows", with_context, context=(2,)),
+    # the library has not written its samples
+    Case("nflows diagonal", lambda: nflows_flow(base="diagonal"), (4,), plain, samples=False),
+    Case("nflows context", lambda: nflows_flow(context=2), (4,), with_context, context=(2,)),
     Case(
         "nflows embedding",
-        "nflows",
         lambda: nflows_flow(context=2, embedding=True, base="conditional"),
         (4,),
-        "nflows",
         with_context,
         context=(2,),
     ),
-    Case("nflows images", "nflows", nflows_images, (1, 4, 4), "nflows", lambda m, x, c: m.log_prob(x)),
-    Case("nflows transform", "nflows", lambda: nflows_flow()._transform, (4,), "nflows"),
-    Case("glasflow", "glasflow", glasflow_flow, (4,), "glasflow", lambda m, x, c: m.log_prob(x)),
+    Case("nflows images", nflows_images, (1, 4, 4), plain),
+    Case("nflows transform", lambda: nflows_flow()._transform, (4,)),
+    Case("glasflow", glasflow_flow, (4,), plain),
     Case(
         "glasflow context",
-        "glasflow",
         lambda: glasflow_flow(2),
         (4,),
-        "glasflow",
         lambda m, x, c: m.log_prob(x, conditional=c),
         context=(2,),
     ),
     Case(
         "sbi nflows",
-        "nflows",
         lambda: sbi_like(nflows_flow(context=2, embedding=True)),
         (4,),
-        "sbi",
-        lambda m, x, c: m.log_prob(x, c),
+        second,
+        needs="nflows",
         context=(2,),
     ),
     Case(
         "sbi zuko",
-        "zuko",
-        lambda: sbi_like(zuko_flow("NSF", 3, 2, transforms=2, hidden_features=(8,)), nn.Linear(5, 2)),
+        lambda: sbi_like(zuko_flow("NSF", 3, 2, transforms=2), nn.Linear(5, 2)),
         (3,),
-        "sbi",
-        lambda m, x, c: m.log_prob(x, c),
+        second,
+        needs="zuko",
         context=(5,),
     ),
     Case(
         "FrEIA sequence",
-        "FrEIA",
         freia_sequence,
         (4,),
-        "FrEIA",
         blocks=("GLOWCouplingBlock", "PermuteRandom", "RNVPCouplingBlock", "NICECouplingBlock", "AllInOneBlock"),
     ),
-    Case("FrEIA condition", "FrEIA", lambda: freia_sequence(condition=True), (4,), "FrEIA", context=(2,)),
-    Case("FrEIA two conditions", "FrEIA", freia_two_conditions, (4,), "FrEIA", context=(5,)),
-    Case("FrEIA images", "FrEIA", freia_images, (1, 4, 4), "FrEIA"),
-    Case("FrEIA graph", "FrEIA", freia_graph, (4,), "FrEIA", blocks=("GLOWCouplingBlock", "PermuteRandom")),
-    Case("FrEIA graph condition", "FrEIA", lambda: freia_graph(condition=True), (4,), "FrEIA", context=(2,)),
-    Case("FrEIA graph split", "FrEIA", lambda: freia_graph(split=True), (4,), "FrEIA", blocks=("GraphINN",)),
+    Case("FrEIA condition", lambda: freia_sequence(condition=True), (4,), context=(2,)),
+    Case("FrEIA two conditions", freia_two_conditions, (4,), context=(5,)),
+    Case("FrEIA images", freia_images, (1, 4, 4)),
+    Case("FrEIA graph", freia_graph, (4,), blocks=("GLOWCouplingBlock", "PermuteRandom")),
+    Case("FrEIA graph condition", lambda: freia_graph(condition=True), (4,), context=(2,)),
+    Case("FrEIA graph split", lambda: freia_graph(split=True), (4,), blocks=("GraphINN",)),
+    Case("FrEIA graph outputs", lambda: freia_graph(split=True, outputs=2), (4,), blocks=("GraphINN",)),
+    Case("FrEIA residual", freia_residual, (3,), stochastic=True),
+    Case("FrEIA module", lambda: freia_sequence().module_list[0], (4,), blocks=("GLOWCouplingBlock",)),
     Case(
-        "FrEIA graph outputs", "FrEIA", lambda: freia_graph(split=True, outputs=2), (4,), "FrEIA", blocks=("GraphINN",)
-    ),
-    Case("FrEIA residual", "FrEIA", freia_residual, (3,), "FrEIA", stochastic=True),
-    Case(
-        "FrEIA module", "FrEIA", lambda: freia_sequence().module_list[0], (4,), "FrEIA", blocks=("GLOWCouplingBlock",)
-    ),
-    Case(
-        "normflows",
         "normflows",
         normflows_flow,
         (4,),
-        "normflows",
-        lambda m, x, c: m.log_prob(x),
+        plain,
         blocks=("MaskedAffineFlow", "Permute", "AffineCouplingBlock", "Permute", "AffineCouplingBlock"),
     ),
-    Case(
-        "normflows sigmoid",
-        "normflows",
-        lambda: normflows_flow("sigmoid"),
-        (4,),
-        "normflows",
-        lambda m, x, c: m.log_prob(x),
-    ),
-    Case("normflows spline", "normflows", normflows_spline, (3,), "normflows", lambda m, x, c: m.log_prob(x)),
-    Case("normflows conditional", "normflows", normflows_conditional, (3,), "normflows", with_context, context=(2,)),
-    Case(
-        "normflows multi-scale",
-        "normflows",
-        normflows_multiscale,
-        (1, 4, 4),
-        "normflows",
-        lambda m, x, c: m.log_prob(x, None),
-    ),
-    Case("normflows residual", "normflows", normflows_residual, (3,), "normflows", stochastic=True, trip=1e-2),
-    Case("normflows layer", "normflows", lambda: normflows_flow().flows[0], (4,), "normflows"),
+    Case("normflows sigmoid", lambda: normflows_flow("sigmoid"), (4,), plain),
+    Case("normflows spline", normflows_spline, (3,), plain),
+    Case("normflows conditional", normflows_conditional, (3,), with_context, context=(2,)),
+    Case("normflows multi-scale", normflows_multiscale, (1, 4, 4), second),
+    Case("normflows residual", normflows_residual, (3,), stochastic=True, trip=1e-2),
+    Case("normflows layer", lambda: normflows_flow().flows[0], (4,)),
     Case(
         "zuko NSF",
-        "zuko",
-        lambda: zuko_flow("NSF", 3, 2, transforms=2, hidden_features=(8,)),
+        lambda: zuko_flow("NSF", 3, 2, transforms=2),
         (3,),
-        "zuko",
-        lambda m, x, c: m(c).log_prob(x),
+        called,
         context=(2,),
-        blocks=("MaskedAutoregressiveTransform", "MaskedAutoregressiveTransform"),
+        blocks=("MaskedAutoregressiveTransform",) * 2,
     ),
     Case(
         "zuko RealNVP",
-        "zuko",
-        lambda: zuko_flow("RealNVP", 4, transforms=3, hidden_features=(8,)),
+        lambda: zuko_flow("RealNVP", 4, transforms=3),
         (4,),
-        "zuko",
-        lambda m, x, c: m().log_prob(x),
+        called,
         blocks=("GeneralCouplingTransform",) * 3,
     ),
     Case(
         "zuko NAF",
-        "zuko",
-        lambda: zuko_flow("NAF", 2, transforms=1, hidden_features=(8,), network={"hidden_features": (8,)}),
+        lambda: zuko_flow("NAF", 2, transforms=1, network={"hidden_features": (8,)}),
         (2,),
-        "zuko",
-        lambda m, x, c: m().log_prob(x),
+        called,
         trip=1e-4,
     ),
-    Case(
-        "zuko CNF",
-        "zuko",
-        lambda: zuko_flow("CNF", 2, hidden_features=(8,), exact=True),
-        (2,),
-        "zuko",
-        lambda m, x, c: m().log_prob(x),
-        trip=1e-3,  # the ODE solver's tolerances
-    ),
-    Case(
-        "zuko transform",
-        "zuko",
-        lambda: zuko_flow("MAF", 3, 1, transforms=2, hidden_features=(8,)).transform,
-        (3,),
-        "zuko",
-        context=(1,),
-    ),
-    Case(
-        "zuko inverse",
-        "zuko",
-        lambda: zuko_flow("MAF", 3, transforms=2, hidden_features=(8,)).transform.inv,
-        (3,),
-        "zuko",
-    ),
-    Case(
-        "torch vector",
-        "torch",
-        torch_vector,
-        (3,),
-        "torch",
-        lambda m, x, c: m.log_prob(x),
-        blocks=("AffineTransform", "AffineTransform"),
-    ),
-    Case("pyro", "pyro", pyro_distribution, (4,), "pyro", in_double(lambda m, x, c: m.log_prob(x))),
+    Case("zuko CNF", lambda: zuko_flow("CNF", 2, exact=True), (2,), called, trip=1e-3),  # the ODE solver's tolerances
+    Case("zuko transform", lambda: zuko_flow("MAF", 3, 1, transforms=2).transform, (3,), context=(1,)),
+    Case("zuko inverse", lambda: zuko_flow("MAF", 3, transforms=2).transform.inv, (3,)),
+    Case("torch vector", torch_vector, (3,), plain, blocks=("AffineTransform", "AffineTransform")),
+    Case("pyro", pyro_distribution, (4,), in_double(plain)),
     Case(
         "pyro conditional",
-        "pyro",
         pyro_conditional,
         (4,),
-        "pyro",
         in_double(lambda m, x, c: m.condition(c).log_prob(x)),
         context=(2,),
         blocks=("ConditionalAffineAutoregressive", "Permute", "ConditionalAffineCoupling"),
     ),
-    Case(
-        "memcnn",
-        "memcnn",
-        memcnn_stack,
-        (4,),
-        "memcnn",
-        log_det=False,
-        blocks=("AdditiveCoupling", "AdditiveCoupling"),
-    ),
-    Case("memcnn affine", "memcnn", lambda: memcnn_stack("affine"), (4,), "memcnn", log_det=False),
+    Case("memcnn", memcnn_stack, (4,), log_det=False, blocks=("AdditiveCoupling", "AdditiveCoupling")),
+    Case("memcnn affine", lambda: memcnn_stack("affine"), (4,), log_det=False),
 ]
 IDS = [case.name for case in CASES]
 assert len(set(IDS)) == len(IDS)

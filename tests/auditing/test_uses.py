@@ -16,6 +16,7 @@ from bilip.auditing.reference import Reference, same_draws
 from bilip.auditing.subject import Subject
 from bilip.errors import InputError
 from bilip.probes import Likelihood, LogDet, Reconstruction, Sampling
+from catalogue import Map, zeros
 
 QUICK = ["consistency", "reconstruction", "likelihood", "log_det", "sampling", "blame"]
 
@@ -115,30 +116,17 @@ def test_broken_weights_are_named_before_anything_else():
 # ---- sampling
 
 
-class Explodes(bilip.Bijection):
-    """The identity, but latents beyond 2.9 are decoded as 1e20 times themselves; exactly invertible."""
-
-    factor = 1e20
-
-    def _scale(self, v, edge):
-        return torch.where(v.abs() > edge, self.factor, 1.0)
-
-    def forward(self, x, context=None):
-        return x / self._scale(x, 1e19)
-
-    def inverse(self, z, context=None):
-        return z * self._scale(z, 2.9)
-
-    def forward_and_log_det(self, x, context=None):
-        return self(x), -self._scale(x, 1e19).log().sum(1)
-
-    def inverse_and_log_det(self, z, context=None):
-        return self.inverse(z), self._scale(z, 2.9).log().sum(1)
-
-
 def test_samples_far_outside_the_data_are_bad_however_well_they_are_inverted():
-    """P(|z| > 2.9) = 0.37 % an entry: 1.5 % of samples in four dimensions, against 0.1 % that are allowed."""
-    flow = Flow(Chain(Explodes(), shape=(4,)))
+    """The identity, but latents beyond 2.9 are decoded as 1e20 times themselves; exactly invertible.
+
+    P(|z| > 2.9) = 0.37 % an entry: 1.5 % of samples in four dimensions, against 0.1 % that are allowed.
+    """
+
+    def scale(v, edge):
+        return torch.where(v.abs() > edge, 1e20, 1.0)
+
+    explodes = Map(lambda x: x / scale(x, 1e19), lambda z: z * scale(z, 2.9), lambda x: -scale(x, 1e19).log().sum(1))
+    flow = Flow(Chain(explodes, shape=(4,)))
     budget = replace(BUDGETS["quick"], bad_share=0.001, draws=8000, samples=8000)
     record = bilip.audit(flow, torch.randn(6000, 4).clamp(-2, 2), budget=budget, probes=["consistency", "sampling"])
     found = record.verdicts["sampling"]
@@ -159,43 +147,23 @@ def test_heavy_tails_of_the_data_excuse_those_of_the_samples():
 
 def test_samples_that_equal_the_reference_are_sound_though_they_do_not_encode_back():
     """The forward pass loses half of its digits and more; decoding is exact. Only decoding matters for sampling."""
-
-    class Coarse(bilip.Bijection):
-        def forward(self, x, context=None):
-            return x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype)
-
-        def inverse(self, z, context=None):
-            return z.clone()
-
-    record = audit(Flow(Chain(Coarse(), shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
+    coarse = Map(lambda x: x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype))
+    record = audit(Flow(Chain(coarse, shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
     assert record.find("sampling")[0]["reencode_relative_max"] > 1e-3
     assert record.verdicts["sampling"].status == "safe"
 
 
 def test_wrong_decoding_in_float32_is_found_and_float64_offered():
-    class Lossy(bilip.Bijection):
-        def forward(self, x, context=None):
-            return x
-
-        def inverse(self, z, context=None):
-            return z if z.dtype == torch.float64 else z.bfloat16().to(z.dtype)
-
-    record = audit(Flow(Chain(Lossy(), shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
+    lossy = Map(inverse=lambda z: z if z.dtype == torch.float64 else z.bfloat16().to(z.dtype))
+    record = audit(Flow(Chain(lossy, shape=(3,))), torch.randn(1000, 3), probes=["consistency", "sampling"])
     assert record.verdicts["sampling"].status == "unsafe"
     assert "in float64 0 of" in record.verdicts["sampling"].remedy
 
 
 def test_the_decision_does_not_flip_with_the_seed():
     """0.5 % of samples are bad and 1 % is allowed, 0.1 % is not: never `unsafe` at 1 %, never `safe` at 0.1 %."""
-
-    class Rare(bilip.Bijection):
-        def forward(self, x, context=None):
-            return x.clone()
-
-        def inverse(self, z, context=None):
-            return torch.where((z[:, :1] > 2.576), math.nan, z)  # P = 0.5 %
-
-    flow = Flow(Chain(Rare(), shape=(2,)))
+    rare = Map(inverse=lambda z: torch.where((z[:, :1] > 2.576), math.nan, z))  # P = 0.5 %
+    flow = Flow(Chain(rare, shape=(2,)))
     for seed in range(6):
         found = {}
         for allowed in (0.05, 0.001):
@@ -213,21 +181,10 @@ def test_the_decision_does_not_flip_with_the_seed():
 
 def test_the_log_likelihood_is_held_against_a_better_computed_one():
     """Round trips are exact; log p is off by 0.01 a dimension in float32 alone."""
-
-    class Rounded(bilip.Bijection):
-        def forward(self, x, context=None):
-            return x.clone()
-
-        inverse = forward
-
-        def forward_and_log_det(self, x, context=None):
-            exact = x.dtype == torch.float64
-            return x.clone(), x.new_zeros(len(x)) if exact else x.new_full((len(x),), 0.01 * x.shape[1])
-
-        def inverse_and_log_det(self, z, context=None):
-            return z.clone(), z.new_zeros(len(z))
-
-    record = audit(Flow(Chain(Rounded(), shape=(8,))), {"test": torch.randn(1000, 8)}, ood=["uniform"])
+    rounded = Map(
+        log_det=lambda x: zeros(x) if x.dtype == torch.float64 else zeros(x) + 0.01 * x.shape[1], log_det_back=zeros
+    )
+    record = audit(Flow(Chain(rounded, shape=(8,))), {"test": torch.randn(1000, 8)}, ood=["uniform"])
     assert statuses(record)["inversion"] == "safe"
     assert statuses(record)["likelihood"] == statuses(record)["ood-likelihood"] == "unsafe"
     m = record.find("likelihood", "test")[0]
@@ -378,21 +335,8 @@ def test_an_estimate_that_cannot_decide_is_not_measured():
 
 
 def test_random_log_determinants_are_compared_under_the_same_draws():
-    class Estimates(bilip.Bijection):
-        def forward(self, x, context=None):
-            return 2 * x
-
-        def inverse(self, z, context=None):
-            return z / 2
-
-        def forward_and_log_det(self, x, context=None):
-            v = torch.randn_like(x)
-            return 2 * x, (v * v).sum(1) * math.log(2)
-
-        def inverse_and_log_det(self, z, context=None):
-            return z / 2, -self.forward_and_log_det(z)[1]
-
-    m = Likelihood().measure(Flow(Chain(Estimates(), shape=(4,))), torch.randn(300, 4))
+    estimates = Map(lambda x: 2 * x, lambda z: z / 2, lambda x: torch.randn_like(x).square().sum(1) * math.log(2))
+    m = Likelihood().measure(Flow(Chain(estimates, shape=(4,))), torch.randn(300, 4))
     assert m["spread"] > 0.5
     assert m["bad"] == 0
     assert m["error_max"] < 1e-4
@@ -403,26 +347,15 @@ def test_random_log_determinants_are_compared_under_the_same_draws():
 
 
 def test_large_models_get_references_where_they_look_suspicious_and_at_random():
-    class Sometimes(bilip.Bijection):
+    def lost(x):
         """Wrong in float32 for one sample in 20, without any sign of it."""
-
-        def forward(self, x, context=None):
-            return x.clone()
-
-        inverse = forward
-
-        def forward_and_log_det(self, x, context=None):
-            lost = (x.dtype == torch.float32) & (x[:, 0, 0, 0] > 1.645)
-            return x.clone(), torch.where(lost, 10.0, 0.0).to(x.dtype)
-
-        def inverse_and_log_det(self, z, context=None):
-            return z.clone(), z.new_zeros(len(z))
+        return torch.where((x.dtype == torch.float32) & (x[:, 0, 0, 0] > 1.645), 10.0, 0.0).to(x.dtype)
 
     shape = (2, 10, 10)
     x = torch.randn(1000, *shape, generator=torch.Generator().manual_seed(0))
     sound = Likelihood(referenced=64).measure(Flow(Chain(blocks.Permutation.reverse(2), shape=shape)), x)
     assert (sound["bad"], sound["referenced"]) == (0, 64)
-    m = Likelihood(referenced=64).measure(Flow(Chain(Sometimes(), shape=shape)), x)
+    m = Likelihood(referenced=64).measure(Flow(Chain(Map(log_det=lost, log_det_back=zeros), shape=shape)), x)
     assert m["referenced"] == 1000  # one bad sample among those at random: nothing is taken on trust any more
     assert m["bad"] == int((x[:, 0, 0, 0] > 1.645).sum())
 
@@ -488,62 +421,46 @@ def test_a_missing_context_is_told_in_words():
 
 
 def test_the_blame_looks_at_the_samples_that_fail():
-    class Breaks(bilip.Bijection):
-        def forward(self, x, context=None):
-            return x.clone()
-
-        def inverse(self, z, context=None):
-            return torch.where(z[:, :1] > 1.5, 3 * z, z)
-
+    breaks = Map(inverse=lambda z: torch.where(z[:, :1] > 1.5, 3 * z, z))
     torch.manual_seed(0)
     x = torch.randn(1000, 3)
     x[:200] = x[:200].clamp(-1, 1)  # the first samples, which are all that 0.1 walked, come back
-    model = Chain(blocks.Permutation.reverse(3), Breaks(), blocks.Permutation.reverse(3), shape=(3,))
+    model = Chain(blocks.Permutation.reverse(3), breaks, blocks.Permutation.reverse(3), shape=(3,))
     m = audit(model, x, probes=["reconstruction", "blame"]).find("blame")[0]
     assert m["guilty"] == "1"
     assert m["wrong"] == m["samples"] > 0
 
 
 def test_no_block_is_named_unless_it_stands_out():
-    """Twenty equal blocks that each make an error grow four-fold."""
-    scale = torch.tensor([4.0, 0.25])
-    model = Chain(
-        *(b for _ in range(20) for b in (Stretch(scale), Turn())),
-        shape=(2,),
-    )
+    model = stretched(20)
     record = audit(model, torch.randn(1000, 2), probes=["consistency", "reconstruction", "blame"])
     assert record.find("blame")[0]["guilty"] == "", record.find("blame")[0]["why"]
     assert "No block stands out" in record.verdicts["inversion"].remedy
 
 
-class Stretch(bilip.Bijection):
-    def __init__(self, scale):
-        super().__init__()
-        self.register_buffer("scale", scale)
-
-    def forward(self, x, context=None):
-        return x * self.scale
-
-    def inverse(self, z, context=None):
-        return z / self.scale
+def turn(x, angle):
+    c, s = math.cos(angle), math.sin(angle)
+    return x @ torch.tensor([[c, s], [-s, c]], dtype=x.dtype)
 
 
-class Turn(bilip.Bijection):
-    angle = 0.3
-
-    def _matrix(self, x):
-        c, s = math.cos(self.angle), math.sin(self.angle)
-        return torch.tensor([[c, -s], [s, c]], dtype=x.dtype)
-
-    def forward(self, x, context=None):
-        return x @ self._matrix(x).T
-
-    def inverse(self, z, context=None):
-        return z @ self._matrix(z)
+def stretched(count):
+    """Equal blocks that each make an error grow four-fold, with turns between them."""
+    scale = torch.tensor([4.0, 0.25])
+    return Chain(
+        *(
+            part
+            for _ in range(count)
+            for part in (
+                Map(lambda x: x * scale, lambda z: z / scale),
+                Map(lambda x: turn(x, 0.3), lambda z: turn(z, -0.3)),
+            )
+        ),
+        shape=(2,),
+    )
 
 
 def test_failing_samples_are_tried_again_in_float64():
-    model = Chain(*(b for _ in range(8) for b in (Stretch(torch.tensor([4.0, 0.25])), Turn())), shape=(2,))
+    model = stretched(8)
     m = Reconstruction().measure(model, torch.randn(500, 2, generator=torch.Generator().manual_seed(0)))
     assert m["bad"] > 0
     assert m["float64_tried"] == min(m["bad"], 512)
@@ -576,27 +493,14 @@ def test_without_a_finite_stored_gradient_memory_saving_ones_are_neither_right_n
     assert "no batch has a finite stored gradient" in verdict.reason
 
 
-class Uncopied(bilip.Bijection):
-    """x + 1, which cannot be copied; `wrong` is added to the way there alone."""
+class Uncopied(Map):
+    """x + 1, which cannot be copied; `wrong` is added to the way there alone, `far` to the way back."""
 
     def __init__(self, wrong=0.0, far=0.0):
-        super().__init__()
-        self.wrong, self.far = wrong, far
+        super().__init__(lambda x: x + 1 + wrong, lambda z: z - 1 + far, zeros)
 
     def __deepcopy__(self, memo):
         raise RuntimeError("this model is not copied")
-
-    def forward(self, x, context=None):
-        return x + 1 + self.wrong
-
-    def inverse(self, z, context=None):
-        return z - 1 + self.far
-
-    def forward_and_log_det(self, x, context=None):
-        return self(x), x.new_zeros(len(x))
-
-    def inverse_and_log_det(self, z, context=None):
-        return self.inverse(z), z.new_zeros(len(z))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.1])

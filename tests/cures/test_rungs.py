@@ -14,7 +14,7 @@ from bilip.blocks import Bijection
 from bilip.cures.arithmetic import DOMINATES, Refined
 from bilip.cures.replacements import Replacements, _splines
 from bilip.cures.treated import copied
-from cures.exploded import bilip_flow
+from stacks import bilip_flow
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
 
@@ -124,7 +124,7 @@ def test_without_tails_nothing_is_raised_outside():
 
 
 def test_a_model_without_splines_is_skipped_with_the_reason():
-    from cures.exploded import bilip_flow
+    from stacks import bilip_flow
 
     result = bilip.cure(bilip_flow(), torch.randn(256, 4), uses=["inversion"], rungs=["replacements"], budget=BUDGET)
     assert result.tried[0].outcome == "skipped"

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from bilip.errors import CheckpointError, InputError, Stopped
+from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, cifar10_classifier, gradient_angles, regularizer_timing, reproduce
 from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
 from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
 from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
-from bilip.training import read_log, read_state
-from recorded import play_graphs_on_the_cpu, watched_captures
+from bilip.training import read_log
+from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
 TINY = {
     "side": 8,
@@ -77,23 +77,13 @@ def test_captured_steps_end_as_eager_ones(part, tiny, data, device, tmp_path, mo
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(data, tmp_path, monkeypatch):
-    parts = ["affine-conv1x1-fd"]
-    reproduce("cifar10_classifier", out=tmp_path / "whole", changes=CHANGES, parts=parts, data=data)
-    clock = iter([0.0] * 9 + [math.inf])
-    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
-    with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
-        reproduce("cifar10_classifier", out=tmp_path / "cut", changes=CHANGES, parts=parts, data=data, minutes=1e6)
-    monkeypatch.undo()
-    folder = tmp_path / "cut" / "pieces" / "quick" / "seed0" / "affine-conv1x1-fd"
-    assert read_state(folder / "last.safetensors")[1]["step"] == 10
-    assert not (folder / "measured.json").exists()
-    reproduce("cifar10_classifier", out=tmp_path / "cut", changes=CHANGES, parts=parts, data=data)
-    whole, cut = (read_json(tmp_path / name / "ours.json")["runs"]["quick"]["measured"] for name in ("whole", "cut"))
-    assert json.dumps(cut) == json.dumps(whole)
-    logs = [
-        read_log(tmp_path / name / "pieces" / "quick" / "seed0" / parts[0], "evaluation") for name in ("whole", "cut")
-    ]
-    assert json.dumps(logs[0]) == json.dumps(logs[1])
+    part, options = "affine-conv1x1-fd", {"changes": CHANGES, "data": data}
+    reproduce("cifar10_classifier", out=tmp_path / "whole", parts=[part], **options)
+    stop_and_resume("cifar10_classifier", part, tmp_path / "cut", monkeypatch, steps=10, **options)
+    assert numbers_of(tmp_path / "cut", part) == numbers_of(tmp_path / "whole", part)
+    pieces = (tmp_path / name / "pieces" / "quick" / "seed0" / part for name in ("whole", "cut"))
+    whole, cut = (json.dumps(read_log(piece, "evaluation")) for piece in pieces)
+    assert cut == whole
 
 
 def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
@@ -124,14 +114,6 @@ def test_other_data_is_refused(tiny, data, tmp_path):
     cifar10_classifier.load(tiny, work)
     with pytest.raises(CheckpointError, match="begun with other data: images was 48, now it is 40"):
         cifar10_classifier.load(cifar10_classifier.replace(tiny, images=40), work)
-
-
-@pytest.mark.parametrize(
-    "part", ["affine-conv1x1", "affine-conv1x1-none1e-3", "affine-conv1x1-nf-inverse", "affin-shuffle-fd"]
-)
-def test_parts_that_do_not_exist(part, tmp_path):
-    with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
-        reproduce("cifar10_classifier", out=tmp_path, parts=[part])
 
 
 def test_what_parts_mean():

@@ -8,14 +8,14 @@ import torch
 from bilip import Flow, models
 from bilip.blocks import AffineCoupling, Chain, Checkerboard, DiagonalScaling, Logit, Residual
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
-from bilip.errors import CheckpointError, DataNotFound, InputError, Stopped
+from bilip.errors import CheckpointError, DataNotFound, InputError
 from bilip.recipes import dequantization_attack, face_flows, reproduce
 from bilip.recipes.dequantization_attack import RECIPE, Attacked, Looks
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
 from bilip.training import Draw, read_state
-from recorded import write_images
+from recorded import numbers_of, stop_and_resume, write_images
 
 TINY = {
     "side": 8,
@@ -117,17 +117,8 @@ def test_samples_are_taken_from_the_attacked_flows(measured, data, monkeypatch):
 
 @pytest.mark.parametrize("part", ["affine", pytest.param("residual", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(part, measured, data, tmp_path, monkeypatch):
-    clock = iter([0.0] * 2 + [math.inf])
-    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
-    with pytest.raises(Stopped, match="0 of 1 parts are measured; the same command goes on"):
-        reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=[part], data=data, minutes=1e6)
-    monkeypatch.undo()
-    assert read_state(tmp_path / f"pieces/quick/seed0/{part}/last.safetensors")[1]["step"] == 3
-    reproduce("dequantization_attack", out=tmp_path, changes=CHANGES, parts=[part], data=data)
-    whole, cut = (
-        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"][part] for folder in (measured[0], tmp_path)
-    )
-    assert cut == whole
+    stop_and_resume("dequantization_attack", part, tmp_path, monkeypatch, steps=3, changes=CHANGES, data=data)
+    assert numbers_of(tmp_path, part) == numbers_of(measured[0], part)
 
 
 @pytest.mark.parametrize("part", ["affine", "residual"])

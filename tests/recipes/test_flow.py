@@ -1,6 +1,5 @@
 """The image flows' recipe and the OOD table at a size of seconds, on images that are written here."""
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from bilip import Flow, models
 from bilip.blocks import Bijection, Chain, DiagonalScaling, Poisson, Residual, Roulette, Series
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.data import Images
-from bilip.errors import CheckpointError, InputError, Stopped
+from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
@@ -21,7 +20,7 @@ from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
 from bilip.record import read_json, write_json
 from bilip.training import Draw, read_state
-from recorded import watched_captures, write_images
+from recorded import check_captured, numbers_of, stop_and_resume, write_images
 
 TINY = {
     "side": 8,
@@ -202,29 +201,12 @@ def test_a_sample_that_misses_its_tolerance_is_lost_and_no_other():
 
 
 def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
-    eager = RECIPE.run("affine", tiny, Work(tmp_path / "eager", 1, "cpu", data=data))
-    seen = watched_captures(monkeypatch, device)
-    captured = RECIPE.run("affine", tiny, Work(tmp_path / "captured", 1, device.type, data=data))
-    assert seen[0].replays > 5
-    assert not seen[0].failed
-    assert sorted(captured.numbers) == sorted(eager.numbers)
-    if device.type == "cpu":
-        assert captured.numbers["test_bits"] == pytest.approx(eager.numbers["test_bits"], rel=1e-3)
+    check_captured(RECIPE, "affine", tiny, tmp_path, data, device, monkeypatch)
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
-    clock = iter([0.0] * 6 + [math.inf])
-    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
-    with pytest.raises(Stopped, match=r"time is up.* 0 of 1 parts are measured; the same command goes on"):
-        reproduce("cifar10_flow", out=tmp_path, changes=CHANGES, parts=["affine"], data=data, minutes=1e6)
-    monkeypatch.undo()
-    assert read_state(tmp_path / "pieces/quick/seed0/affine/last.safetensors")[1]["step"] == 7
-    reproduce("cifar10_flow", out=tmp_path, changes=CHANGES, parts=["affine"], data=data)
-    whole, cut = (
-        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["affine"]
-        for folder in (measured[0], tmp_path)
-    )
-    assert json.dumps(cut) == json.dumps(whole)
+    stop_and_resume("cifar10_flow", "affine", tmp_path, monkeypatch, steps=7, changes=CHANGES, data=data)
+    assert numbers_of(tmp_path, "affine") == numbers_of(measured[0], "affine")
 
 
 def test_an_average_of_the_weights_is_what_is_measured(tiny, data, tmp_path):
@@ -272,14 +254,6 @@ def test_a_set_that_is_damaged_is_not_a_set_that_is_missing(tiny, data, tmp_path
         cifar10_flow.load(tiny, Work(tmp_path / "part", data=tmp_path))
 
 
-@pytest.mark.parametrize(
-    "part", ["afine", "additive-eps0.01", "affine-eps", "modified-conv", "affine-steps", "residual-reverse"]
-)
-def test_parts_that_do_not_exist(part, tmp_path):
-    with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
-        reproduce("cifar10_flow", out=tmp_path, parts=[part])
-
-
 def test_what_parts_mean(tiny):
     assert Run.of("affine").scale == SIGMOID
     assert Run.of("modified").scale == HALF_SIGMOID
@@ -296,24 +270,6 @@ def test_what_parts_mean(tiny):
     }
     standard = cifar10_flow.make_flow(Run.of("additive"), cifar10_flow.replace(tiny, prior=False))
     assert not [block for block in standard.modules() if hasattr(block, "scale")]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("steps=0", "expected positive"),
-        ("skip=-1", "expected 0 or more"),
-        ("mixing=none", "conv1x1, reverse, shuffle"),
-        ("optimizer=sgd", "adam, adamax"),
-        ("bits=9", "at most 8 bits"),
-        ("side=12", "divides 32"),
-        ("coefficient=1", "between 0 and 1"),
-        ("residual_blocks=", "one or more"),
-    ],
-)
-def test_configurations_that_are_refused(change, said, tmp_path):
-    with pytest.raises(InputError, match=said):
-        reproduce("cifar10_flow", out=tmp_path, changes=[change])
 
 
 def test_batches_are_dequantized_images(tiny, data, tmp_path):

@@ -1,6 +1,5 @@
 """Flow-GAN at a size of seconds, on images that are written here."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from bilip import Flow
-from bilip.errors import CheckpointError, InputError, Stopped
+from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, flow_gan, reproduce, sample_quality
 from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, Run, exploded, gan_lines, make_model
 from bilip.recipes.images import Dequantized, shrunk
@@ -23,8 +22,8 @@ from bilip.recipes.sample_quality import (
     sliced_wasserstein,
 )
 from bilip.record import read_json
-from bilip.training import Draw, read_state
-from recorded import watched_captures, write_images
+from bilip.training import Draw
+from recorded import check_captured, numbers_of, stop_and_resume, write_images
 
 TINY = {
     "side": 8,
@@ -159,30 +158,12 @@ def test_the_slope_of_the_critic_is_that_of_its_score():
 
 
 def test_captured_steps_end_as_eager_ones(data, tmp_path, device, monkeypatch):
-    config = replace(CONFIG, steps=10)
-    eager = RECIPE.run("affine-flowgan", config, Work(tmp_path / "eager", 1, "cpu", data=data))
-    seen = watched_captures(monkeypatch, device)
-    captured = RECIPE.run("affine-flowgan", config, Work(tmp_path / "captured", 1, device.type, data=data))
-    assert seen[0].replays > 2
-    assert not seen[0].failed
-    assert sorted(captured.numbers) == sorted(eager.numbers)
-    if device.type == "cpu":
-        assert captured.numbers["test_bits"] == pytest.approx(eager.numbers["test_bits"], rel=1e-3)
+    check_captured(RECIPE, "affine-flowgan", replace(CONFIG, steps=10), tmp_path, data, device, monkeypatch)
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
-    clock = iter([0.0] * 4 + [math.inf])
-    monkeypatch.setattr("bilip.training.run.Run._shared_clock", lambda run: (next(clock),))
-    with pytest.raises(Stopped, match=r"0 of 1 parts are measured; the same command goes on"):
-        reproduce("flow_gan", out=tmp_path, changes=CHANGES, parts=["affine-flowgan"], data=data, minutes=1e6)
-    monkeypatch.undo()
-    assert read_state(tmp_path / "pieces/quick/seed0/affine-flowgan/last.safetensors")[1]["step"] == 5
-    reproduce("flow_gan", out=tmp_path, changes=CHANGES, parts=["affine-flowgan"], data=data)
-    whole, cut = (
-        read_json(folder / "ours.json")["runs"]["quick"]["measured"]["0"]["affine-flowgan"]
-        for folder in (measured[0], tmp_path)
-    )
-    assert json.dumps(cut) == json.dumps(whole)
+    stop_and_resume("flow_gan", "affine-flowgan", tmp_path, monkeypatch, steps=5, changes=CHANGES, data=data)
+    assert numbers_of(tmp_path, "affine-flowgan") == numbers_of(measured[0], "affine-flowgan")
 
 
 def test_a_run_that_diverges_is_measured_with_the_weights_before(data, tmp_path):
@@ -307,7 +288,7 @@ def test_samples_that_are_not_finite_are_counted_and_left_out():
     assert quality(net, broken, x, 0)["fid"] == math.inf
 
 
-# ---- names and configurations
+# ---- names
 
 
 def test_what_parts_mean():
@@ -328,26 +309,3 @@ def test_what_parts_mean():
     assert isinstance(model.plain, Flow)
     kinds = {type(block).__name__ for block in make_model(Run("additive", "gan", actnorm=False), CONFIG).modules()}
     assert "ActNorm" not in kinds
-
-
-@pytest.mark.parametrize("part", ["additive", "affin-gan", "affine-vae", "additive-gan-steps"])
-def test_parts_that_do_not_exist(part, tmp_path):
-    with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
-        reproduce("flow_gan", out=tmp_path, parts=[part])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("steps=0", "expected positive"),
-        ("penalty=-1", "expected 0 or more"),
-        ("critic=64,64", "seven numbers"),
-        ("small=1,2", "levels, blocks and channels"),
-        ("side=4", "expected 8, 16 or 32"),
-        ("pictures=3", "even number"),
-        ("mixing=none", "conv1x1, reverse or shuffle"),
-    ],
-)
-def test_configurations_that_are_refused(change, said, tmp_path):
-    with pytest.raises(InputError, match=said):
-        reproduce("flow_gan", out=tmp_path, changes=[change])

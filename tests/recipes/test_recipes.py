@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from bilip.blocks import AffineCoupling, DiagonalScaling, Split
-from bilip.errors import NotConverged
-from bilip.recipes import Measured, Work, checkerboard, coupling_depth, find, regression_2d
+from bilip.errors import InputError, NotConverged
+from bilip.recipes import Measured, Work, checkerboard, coupling_depth, find, regression_2d, reproduce
 from bilip.recipes.plane import condition, grid, round_trip_errors
 from bilip.record import read_json
+from catalogue import Map
 
 
 @pytest.fixture(scope="module")
@@ -227,18 +228,12 @@ def test_the_sizes_of_the_paper_are_those_it_states():
 
 
 def test_an_inverse_that_misses_its_tolerance_costs_its_own_point_only():
-    from bilip.blocks import Bijection
+    def picky(z):
+        if bool((z[:, 0] > 7).any()):
+            raise NotConverged("no")
+        return z
 
-    class Picky(Bijection):
-        def forward(self, x, context=None):
-            return x
-
-        def inverse(self, z, context=None):
-            if bool((z[:, 0] > 7).any()):
-                raise NotConverged("no")
-            return z
-
-    errors = round_trip_errors(Picky(), grid(8.0, 1.0))
+    errors = round_trip_errors(Map(inverse=picky), grid(8.0, 1.0))
     assert int(errors.isnan().sum()) == 17
     assert int((errors == 0).sum()) == 16 * 17
 
@@ -271,3 +266,48 @@ def test_regression_runs(tmp_path, part):
     assert m.numbers["mse"] < m.arrays["log_mse"][0] * 2
     assert m.arrays["back"].shape == (300, 2)
     assert ("FiniteDifference" in m.numbers["skipped"]) == (part == "fd-10")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        (
+            "cifar10_flow",
+            ["afine", "additive-eps0.01", "affine-eps", "modified-conv", "affine-steps", "residual-reverse"],
+        ),
+        ("flow_gan", ["additive", "affin-gan", "affine-vae", "additive-gan-steps"]),
+        (
+            "cifar10_classifier",
+            ["affine-conv1x1", "affine-conv1x1-none1e-3", "affine-conv1x1-nf-inverse", "affin-shuffle-fd"],
+        ),
+    ],
+)
+def test_parts_that_do_not_exist(recipe, parts, tmp_path):
+    for part in parts:
+        with pytest.raises(InputError, match=f"--parts {part}: there is no such part"):
+            reproduce(recipe, out=tmp_path, parts=[part])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "said"),
+    [
+        ("cifar10_flow", "steps=0", "expected positive"),
+        ("cifar10_flow", "skip=-1", "expected 0 or more"),
+        ("cifar10_flow", "mixing=none", "conv1x1, reverse, shuffle"),
+        ("cifar10_flow", "optimizer=sgd", "adam, adamax"),
+        ("cifar10_flow", "bits=9", "at most 8 bits"),
+        ("cifar10_flow", "side=12", "divides 32"),
+        ("cifar10_flow", "coefficient=1", "between 0 and 1"),
+        ("cifar10_flow", "residual_blocks=", "one or more"),
+        ("flow_gan", "steps=0", "expected positive"),
+        ("flow_gan", "penalty=-1", "expected 0 or more"),
+        ("flow_gan", "critic=64,64", "seven numbers"),
+        ("flow_gan", "small=1,2", "levels, blocks and channels"),
+        ("flow_gan", "side=4", "expected 8, 16 or 32"),
+        ("flow_gan", "pictures=3", "even number"),
+        ("flow_gan", "mixing=none", "conv1x1, reverse or shuffle"),
+    ],
+)
+def test_configurations_that_are_refused(recipe, change, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        reproduce(recipe, out=tmp_path, changes=[change])

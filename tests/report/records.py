@@ -222,6 +222,22 @@ def source(name: str, role: str, count=4096, shape=(16,), description="") -> dic
     return {"name": name, "role": role, "count": count, "shape": list(shape), "description": description}
 
 
+def judged(use: str, status: str, why: str, *more) -> Verdict:
+    """`more`: the quantity, its value, its limit, the source, and the remedy."""
+    return Verdict(use, Status(status), why, *more)
+
+
+def record(model: dict, sources, measurements, verdicts, created: str, **options) -> AuditRecord:
+    """With what is the same in all of them."""
+    shape = sources[0]["shape"]
+    dimension = math.prod(shape)
+    model = {"library": "bilip", "dtype": "float32", "device": "cpu", "base": True} | model
+    model |= {"shape": shape, "latent_shape": [dimension], "dimension": dimension}
+    verdicts = {verdict.use: verdict for verdict in verdicts}
+    about = ENVIRONMENT | {"note": INVENTED}
+    return AuditRecord(model, sources, tuple(measurements), verdicts, settings(**options), about, created)
+
+
 def unsafe() -> AuditRecord:
     """A deep affine flow whose inverse explodes off the data."""
     rng = np.random.default_rng(0)
@@ -253,60 +269,36 @@ def unsafe() -> AuditRecord:
         trust("gaussian", 0.41),
         Measurement("map", "", reason="the model has 16 dimensions; a map needs 2"),
     ]
-    verdicts = {
-        "sampling": Verdict(
+    verdicts = (
+        judged(
             "sampling",
-            Status.UNSAFE,
+            "unsafe",
             "2 % of the samples are not finite.",
-            "share_non_finite",
-            0.02,
-            0.0,
-            "base",
+            *("share_non_finite", 0.02, 0.0, "base"),
             "Bound the scale away from 0 (scale='half_sigmoid') or use additive coupling.",
         ),
-        "likelihood": Verdict(
+        judged(
             "likelihood",
-            Status.SAFE,
+            "safe",
             "On 'test' the relative error is 7.1e-5 at the 99.9th percentile, below 3.5e-4.",
-            "relative_p999",
-            7.1e-5,
-            3.5e-4,
-            "test",
+            *("relative_p999", 7.1e-5, 3.5e-4, "test"),
         ),
-        "ood-likelihood": Verdict(
+        judged(
             "ood-likelihood",
-            Status.UNSAFE,
+            "unsafe",
             "On 'uniform' 12.6 % of the reconstructions are Inf or NaN: their likelihood means nothing.",
-            "share_non_finite",
-            0.126,
-            0.0,
-            "uniform",
+            *("share_non_finite", 0.126, 0.0, "uniform"),
             "Use blocks with a global bound: additive coupling with held nets, or residual blocks.",
         ),
-        "reversible-gradients": Verdict(
+        Verdict(
             "reversible-gradients",
             Status.NOT_MEASURED,
             "The probe 'gradients' was not asked for.",
             remedy="Add it: --probes gradients.",
         ),
-    }
-    model = {
-        "name": "affine flow, 32 blocks",
-        "library": "bilip",
-        "dtype": "float32",
-        "device": "cpu",
-        "parameters": 182432,
-    }
-    model |= {"shape": [16], "latent_shape": [16], "dimension": 16, "blocks": blocks, "base": True}
-    return AuditRecord(
-        model,
-        sources,
-        tuple(measurements),
-        verdicts,
-        settings(),
-        ENVIRONMENT | {"note": INVENTED},
-        "2026-01-05T10:11:12Z",
     )
+    model = {"name": "affine flow, 32 blocks", "parameters": 182432, "blocks": blocks}
+    return record(model, sources, measurements, verdicts, "2026-01-05T10:11:12Z")
 
 
 def safe() -> AuditRecord:
@@ -328,31 +320,16 @@ def safe() -> AuditRecord:
         precision("test", 12.0),
         attack("test", -6.8, {"roundtrip": -6.4, "gain": -6.5, "random": -6.7}),
     ]
-    verdicts = {
-        use: Verdict(use, Status.SAFE, "All relative errors stay below 3.5e-4.", "relative_p999", 2.4e-7, 3.5e-4, where)
+    verdicts = [
+        judged(use, "safe", "All relative errors stay below 3.5e-4.", "relative_p999", 2.4e-7, 3.5e-4, where)
         for use, where in zip(
             ("sampling", "likelihood", "ood-likelihood", "reversible-gradients"),
             ("base", "test", "uniform", "test"),
             strict=True,
         )
-    }
-    model = {
-        "name": "additive flow, held nets",
-        "library": "bilip",
-        "dtype": "float32",
-        "device": "cpu",
-        "parameters": 20480,
-    }
-    model |= {"shape": [16], "latent_shape": [16], "dimension": 16, "blocks": blocks, "base": True}
-    return AuditRecord(
-        model,
-        sources,
-        tuple(measurements),
-        verdicts,
-        settings(seed=1),
-        ENVIRONMENT | {"note": INVENTED},
-        "2026-01-05T10:13:00Z",
-    )
+    ]
+    model = {"name": "additive flow, held nets", "parameters": 20480, "blocks": blocks}
+    return record(model, sources, measurements, verdicts, "2026-01-05T10:13:00Z", seed=1)
 
 
 def plane() -> AuditRecord:
@@ -389,42 +366,15 @@ def plane() -> AuditRecord:
         sampling(rng, -5.8, 0.0),
         precision("checkerboard", 400.0),
     )
-    verdicts = {
-        "sampling": Verdict("sampling", Status.SAFE, "All samples are finite.", "share_non_finite", 0.0, 0.0, "base"),
-        "likelihood": Verdict(
-            "likelihood", Status.SAFE, "Errors on the data are small.", "relative_p999", 8.3e-6, 3.5e-4, "checkerboard"
-        ),
-        "ood-likelihood": Verdict(
-            "ood-likelihood",
-            Status.UNSAFE,
-            "On 'uniform' 3 % of the reconstructions are Inf.",
-            "share_non_finite",
-            0.03,
-            0.0,
-            "uniform",
-            "Use blocks with a global bound.",
-        ),
-        "reversible-gradients": Verdict(
-            "reversible-gradients", Status.SAFE, "Gradients agree.", "gradient_relative", 3e-6, 1e-2, "checkerboard"
-        ),
-    }
-    model = {
-        "name": "RealNVP on the checkerboard",
-        "library": "bilip",
-        "dtype": "float32",
-        "device": "cuda",
-        "parameters": 52100,
-    }
-    model |= {"shape": [2], "latent_shape": [2], "dimension": 2, "blocks": blocks, "base": True}
-    return AuditRecord(
-        model,
-        sources,
-        measurements,
-        verdicts,
-        settings(seed=2),
-        ENVIRONMENT | {"note": INVENTED},
-        "2026-01-05T10:20:00Z",
+    ood = ("share_non_finite", 0.03, 0.0, "uniform", "Use blocks with a global bound.")
+    verdicts = (
+        judged("sampling", "safe", "All samples are finite.", "share_non_finite", 0.0, 0.0, "base"),
+        judged("likelihood", "safe", "Errors on the data are small.", "relative_p999", 8.3e-6, 3.5e-4, "checkerboard"),
+        judged("ood-likelihood", "unsafe", "On 'uniform' 3 % of the reconstructions are Inf.", *ood),
+        judged("reversible-gradients", "safe", "Gradients agree.", "gradient_relative", 3e-6, 1e-2, "checkerboard"),
     )
+    model = {"name": "RealNVP on the checkerboard", "device": "cuda", "parameters": 52100, "blocks": blocks}
+    return record(model, sources, measurements, verdicts, "2026-01-05T10:20:00Z", seed=2)
 
 
 def png(pixels: np.ndarray) -> str:
@@ -499,65 +449,18 @@ def images() -> AuditRecord:
         Measurement("precision", "cifar10 test", reason="the budget 'quick' leaves it out"),
         Measurement("log_det", "cifar10 test", reason="the model states no log-determinant"),
     )
-    verdicts = {
-        "sampling": Verdict(
-            "sampling",
-            Status.UNSAFE,
-            "0.4 % of the samples are not finite.",
-            "share_non_finite",
-            0.004,
-            0.0,
-            "base",
-            "Regularize: FiniteDifference(weight=1e-4).",
-        ),
-        "likelihood": Verdict(
-            "likelihood",
-            Status.UNSAFE,
-            "Errors reach Inf on the data.",
-            "relative_p999",
-            math.inf,
-            3.5e-4,
-            "cifar10 test",
-            "Regularize, or hold the scale above 0.5.",
-        ),
-        "ood-likelihood": Verdict(
-            "ood-likelihood",
-            Status.UNSAFE,
-            "91 % of the reconstructions are Inf or NaN.",
-            "share_non_finite",
-            0.91,
-            0.0,
-            "uniform",
-            "Use blocks with a global bound.",
-        ),
-        "reversible-gradients": Verdict(
-            "reversible-gradients",
-            Status.UNSAFE,
-            "The angle is 87 degrees.",
-            "gradient_angle",
-            87.0,
-            10.0,
-            "cifar10 test",
-            "Use Guard, or float64 anchors.",
-        ),
-    }
-    model = {
-        "name": "Glow 3x16",
-        "library": "normflows",
-        "dtype": "float32",
-        "device": "cuda",
-        "parameters": 44_235_000,
-    }
-    model |= {"shape": list(shape), "latent_shape": [3072], "dimension": 3072, "blocks": blocks, "base": True}
-    return AuditRecord(
-        model,
-        sources,
-        measurements,
-        verdicts,
-        settings(budget="quick"),
-        ENVIRONMENT | {"note": INVENTED},
-        "2026-01-05T11:00:00Z",
+    sampled = ("share_non_finite", 0.004, 0.0, "base", "Regularize: FiniteDifference(weight=1e-4).")
+    likely = ("relative_p999", math.inf, 3.5e-4, "cifar10 test", "Regularize, or hold the scale above 0.5.")
+    ood = ("share_non_finite", 0.91, 0.0, "uniform", "Use blocks with a global bound.")
+    turned = ("gradient_angle", 87.0, 10.0, "cifar10 test", "Use Guard, or float64 anchors.")
+    verdicts = (
+        judged("sampling", "unsafe", "0.4 % of the samples are not finite.", *sampled),
+        judged("likelihood", "unsafe", "Errors reach Inf on the data.", *likely),
+        judged("ood-likelihood", "unsafe", "91 % of the reconstructions are Inf or NaN.", *ood),
+        judged("reversible-gradients", "unsafe", "The angle is 87 degrees.", *turned),
     )
+    model = {"name": "Glow 3x16", "library": "normflows", "device": "cuda", "parameters": 44_235_000, "blocks": blocks}
+    return record(model, sources, measurements, verdicts, "2026-01-05T11:00:00Z", budget="quick")
 
 
 def nearly_empty() -> AuditRecord:

@@ -4,14 +4,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import bilip
 from bilip import Chain, blocks, models, nets
 from bilip.errors import DriftError
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle
-from catalogue import CATALOGUE, wake
+from catalogue import CATALOGUE, overflowing, squash, wake
+from recorded import play_graphs_on_the_cpu
 
 IDS = [e.name for e in CATALOGUE]
 
@@ -93,26 +96,29 @@ def test_gradcheck(entry):
     )
 
 
-def glow(**options):
+def glow():
     torch.manual_seed(0)
-    return wake(models.glow((3, 8, 8), levels=2, blocks=2, hidden=8, **options), 0.1)
+    return wake(models.glow((3, 8, 8), levels=2, blocks=2, hidden=8), 0.1).double()
+
+
+def check_agreement(model, loss):
+    """`loss(f)` gives the parameters the same gradients stored and through Reversible; those of the latter are left in them."""
+    found = []
+    for f in (model, Reversible(model)):
+        model.zero_grad()
+        loss(f).backward()
+        found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("log_det", [False, True])
 def test_outputs_without_log_det(log_det):
-    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
-    reversible = Reversible(model)
-    (reversible(x).square().sum() if not log_det else reversible.forward_and_log_det(x)[1].sum()).backward()
-    found = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
-    model.zero_grad()
-    (model(x).square().sum() if not log_det else model.forward_and_log_det(x)[1].sum()).backward()
-    for p, g in zip(model.parameters(), found, strict=True):
-        expected = torch.zeros_like(p) if p.grad is None else p.grad
-        assert torch.allclose(torch.zeros_like(p) if g is None else g, expected, rtol=1e-9, atol=1e-12)
+    model, x = glow(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    check_agreement(model, lambda f: f.forward_and_log_det(x)[1].sum() if log_det else f(x).square().sum())
 
 
 def test_accumulation_several_calls_repeated_backward_and_hooks():
-    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    model, x = glow(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
     reversible = Reversible(model)
     seen = []
     first = next(model.parameters())
@@ -136,28 +142,19 @@ def test_accumulation_several_calls_repeated_backward_and_hooks():
 
 
 def test_frozen_parameters_get_no_gradient():
-    model, x = glow().double(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    model, x = glow(), torch.rand(4, 3, 8, 8, dtype=torch.float64)
     frozen = list(model.parameters())[::3]
     for p in frozen:
         p.requires_grad_(False)
-    Reversible(model)(x).square().sum().backward()
+    check_agreement(model, lambda f: f(x).square().sum())
     assert all(p.grad is None for p in frozen)
-    found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    model.zero_grad()
-    model(x).square().sum().backward()
-    expected = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
 def test_shared_parameters_add_up():
     block = blocks.AdditiveCoupling(nets.MLP(2, 2))
     chain = Chain(block, blocks.Permutation.reverse(4), block, shape=(4,)).double()
     x = torch.randn(5, 4, dtype=torch.float64)
-    Reversible(chain)(x).square().sum().backward()
-    found = [p.grad.clone() for p in chain.parameters()]
-    chain.zero_grad()
-    chain(x).square().sum().backward()
-    assert all(torch.allclose(p.grad, g) for p, g in zip(chain.parameters(), found, strict=True))
+    check_agreement(chain, lambda f: f(x).square().sum())
 
 
 def test_nesting():
@@ -166,11 +163,7 @@ def test_nesting():
         blocks.Permutation.reverse(4), Reversible(inner), blocks.AdditiveCoupling(nets.MLP(2, 2)), shape=(4,)
     ).double()
     x = torch.randn(5, 4, dtype=torch.float64)
-    Reversible(outer).forward_and_log_det(x)[0].square().sum().backward()
-    found = [p.grad.clone() for p in outer.parameters()]
-    outer.zero_grad()
-    outer(x).square().sum().backward()
-    assert all(torch.allclose(p.grad, g) for p, g in zip(outer.parameters(), found, strict=True))
+    check_agreement(outer, lambda f: f.forward_and_log_det(x)[0].square().sum())
 
 
 def noisy_chain():
@@ -261,11 +254,7 @@ def test_compiled_nets():
         if isinstance(block, blocks.AffineCoupling):
             block.t = torch.compile(block.t, backend="eager")
     x = torch.randn(5, 4, dtype=torch.float64)
-    Reversible(model)(x).square().sum().backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(x).square().sum().backward()
-    assert all(torch.allclose(p.grad, g) for p, g in zip(model.parameters(), found, strict=True))
+    check_agreement(model, lambda f: f(x).square().sum())
 
 
 def test_foreign_models():
@@ -405,18 +394,9 @@ def test_contexts_that_depend_on_the_same_parameters():
     same(found)
 
 
-def overflowing():
-    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
-    with torch.no_grad():
-        model[2].t.layers[-1].bias[2:] -= 25.0
-        model[5].t.layers[-1].bias[2:] += 100.0
-    return model
-
-
 def test_a_penalty_on_outputs_that_overflow_runs_backward():
     """The stored path must not differentiate what its input has behind it: that was done, and is freed."""
-    torch.manual_seed(0)
-    model, x = overflowing(), torch.randn(8, 4)
+    model, x = overflowing()
     saving = Reversible(model)
     for _ in range(2):
         z, log_det = saving.forward_and_log_det(x)
@@ -426,3 +406,110 @@ def test_a_penalty_on_outputs_that_overflow_runs_backward():
         loss.backward()
     back = saving(x)
     (saving.inverse(back).nan_to_num().sum() + log_det.detach().sum()).backward()
+
+
+# ---- in loops of one's own: two processes with half a batch each, and a captured step as docs/reversible.md has it, on a CPU played
+
+
+def images():
+    return torch.rand(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, flow):
+        super().__init__()
+        self.flow = flow
+
+    def forward(self, x):
+        z, log_det = self.flow.forward_and_log_det(x)
+        return (z.flatten(1).square().sum(1) / 2 - log_det).mean()
+
+
+def half(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        model, x = glow(), images()
+        parallel = DistributedDataParallel(Loss(Reversible(model)))
+        for _ in range(2):  # twice: the second pass is that of a training run under way
+            model.zero_grad()
+            parallel(x.chunk(2)[rank]).backward()
+        torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
+@pytest.mark.process
+@pytest.mark.slow
+def test_two_processes_have_the_gradient_of_one(tmp_path):
+    model, x = glow(), images()
+    Loss(model)(x).backward()
+    stored = [p.grad for p in model.parameters()]
+    torch.multiprocessing.spawn(half, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    scale = max(float(g.abs().max()) for g in stored)
+    for a, b in zip(first, stored, strict=True):
+        assert float((a - b).abs().max()) <= 1e-10 * scale
+
+
+MODELS = {
+    "vectors": ((4,), lambda: models.real_nvp(4, blocks=6)),
+    "images": ((2, 4, 4), lambda: models.glow((2, 4, 4), levels=1, blocks=3, hidden=8)),
+}
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_gradients_and_the_flag(name, device, monkeypatch):
+    if device.type != "cuda":
+        play_graphs_on_the_cpu(monkeypatch)
+    shape, build = MODELS[name]
+    trunk = build().to(device)
+    trunk(torch.randn(16, *shape, device=device))  # ActNorms look at their first batch
+    saving, x = Reversible(trunk), torch.empty(16, *shape, device=device)
+
+    def gradients(f=saving):
+        z, log_det = f.forward_and_log_det(x)
+        (z.flatten(1).square().sum(1) / 2 - log_det).mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            x.normal_()
+            gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    trunk.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients()
+    flag, couplings = saving.drift_flag(), [part for part in trunk if hasattr(part, "t")]
+    coupling = couplings[len(couplings) // 2]
+
+    def apart():
+        """From the stored gradients of the same batch."""
+        twin = copy.deepcopy(trunk)
+        twin.zero_grad(set_to_none=True)
+        gradients(twin)
+        pairs = [
+            (p.grad, q.grad) for p, q in zip(trunk.parameters(), twin.parameters(), strict=True) if q.grad is not None
+        ]
+        return angle(*zip(*pairs, strict=True))
+
+    for sigma in (None, None, 1e-9):
+        if sigma:
+            squash(coupling, sigma)  # in place, which the graph sees
+        x.normal_()
+        flag.zero_()
+        graph.replay()
+        assert (float(flag) > 1) == bool(sigma)
+        if sigma:
+            assert apart() > 1e-2
+            flag.zero_()
+            trunk.zero_grad(set_to_none=False)
+            gradients()
+        assert apart() < 1e-3
+    assert saving.report().repaired == 1

@@ -17,7 +17,7 @@ from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import REST, Drift, anchors_for
-from catalogue import squash
+from catalogue import overflowing, squash
 
 pytestmark = pytest.mark.numeric
 
@@ -222,16 +222,6 @@ def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     assert report.warned == 1
     assert report.spot_checks == 1
     assert report.worst_angle > 1e-2
-
-
-def overflowing():
-    """Finite log-determinants, outputs that are not: autograd leaves out what the loss has not looked at."""
-    torch.manual_seed(0)
-    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
-    with torch.no_grad():
-        model[2].t.layers[-1].bias[2:] -= 25.0
-        model[5].t.layers[-1].bias[2:] += 100.0
-    return model, torch.randn(8, 4)
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "checkpoint"}, {"guard": Guard(budget=0)}])
@@ -481,12 +471,7 @@ def test_parameters_changed_before_backward_are_noticed():
 
 def test_a_repair_of_a_step_whose_output_overflows_is_the_stored_gradient():
     """The loss looks at the log-determinant alone: autograd never meets the infinite output, block by block zero times infinity would."""
-    torch.manual_seed(0)
-    model = models.real_nvp(4, blocks=6, hidden=(8,), scale="exp")
-    with torch.no_grad():
-        model[2].t.layers[-1].bias[2:] -= 25.0  # what this block contracts, the walk cannot recover
-        model[5].t.layers[-1].bias[2:] += 100.0  # and the last one overflows
-    x = torch.randn(8, 4)
+    model, x = overflowing()
     assert not bool(torch.isfinite(model(x)).all())
 
     def gradient(f):

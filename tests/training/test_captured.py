@@ -17,10 +17,10 @@ from bilip.recipes import checkerboard as checkerboard_recipe
 from bilip.recipes import regression_2d
 from bilip.recipes.recipe import Work
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood
-from bilip.training import Settings, Task, read_log, read_state, run, train
-from bilip.training.step import WARMUP, CapturedStep
+from bilip.training import Settings, Task, read_log, read_state, train
+from bilip.training.step import WARMUP
 from catalogue import squash
-from recorded import play_graphs_on_the_cpu
+from recorded import watched_captures
 from training.runs import silent
 
 STEPS, SEED, BATCH = 40, 1, 48
@@ -29,17 +29,7 @@ STEPS, SEED, BATCH = 40, 1, 48
 @pytest.fixture
 def captured(device, monkeypatch):
     """The captured steps of the runs of a test, in their order."""
-    found = []
-
-    class Seen(CapturedStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            found.append(self)
-
-    monkeypatch.setattr(run, "CapturedStep", Seen)
-    if device.type != "cuda":
-        play_graphs_on_the_cpu(monkeypatch)
-    return found
+    return watched_captures(monkeypatch, device)
 
 
 def make_task(trunk, penalties=(), at=None):

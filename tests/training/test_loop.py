@@ -46,6 +46,11 @@ def finish(process):
     return out
 
 
+def train_in(folder, task=None, **changes):
+    """Train, the small flow if nothing else is given."""
+    return train(task or make_task("flow"), make_settings(**changes), folder, progress=silent)
+
+
 def contents(folder):
     return {name: (folder / name).read_bytes() for name in FILES}
 
@@ -95,7 +100,7 @@ def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(Task(base.model, base.batch, loss), make_settings(), tmp_path, progress=silent)
+            train_in(tmp_path, Task(base.model, base.batch, loss))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -110,17 +115,17 @@ def test_one_run_in_a_folder_at_a_time(tmp_path):
     def loss(model, step, x):
         if step == 3:
             with pytest.raises(InputError, match="another run, of this or another process, is training in"):
-                train(make_task("flow"), make_settings(), tmp_path, progress=silent)
+                train_in(tmp_path)
         return base.loss(model, step, x)
 
     kept = []
     try:
-        train(make_task("flow"), make_settings(precision="64-true"), tmp_path, progress=silent)
+        train_in(tmp_path, precision="64-true")
     except InputError as error:
         kept.append(error)  # as a notebook keeps the last one, with its frames
 
-    train(Task(base.model, base.batch, loss), make_settings(steps=5), tmp_path, progress=silent)
-    train(Task(base.model, base.batch, loss), make_settings(steps=6), tmp_path, progress=silent)
+    train_in(tmp_path, Task(base.model, base.batch, loss), steps=5)
+    train_in(tmp_path, Task(base.model, base.batch, loss), steps=6)
 
 
 @pytest.mark.process
@@ -148,20 +153,15 @@ def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):
 
     task = Task(base.model, base.batch, base.loss, evaluate)
     with pytest.raises(KeyboardInterrupt):
-        train(task, make_settings(steps=50, ema=0.9), tmp_path / "run", progress=silent)
+        train_in(tmp_path / "run", task, steps=50, ema=0.9)
     (tmp_path / "again").touch()
     again = make_task("flow")
-    train(
-        Task(again.model, again.batch, again.loss, evaluate),
-        make_settings(steps=50, ema=0.9),
-        tmp_path / "run",
-        progress=silent,
-    )
+    train_in(tmp_path / "run", Task(again.model, again.batch, again.loss, evaluate), steps=50, ema=0.9)
     assert read_log(tmp_path / "run", "evaluation")["step"] == [25, 50]
 
 
 def test_stopped_in_the_middle_of_a_logged_interval_it_goes_on_exactly(tmp_path):
-    train(make_task(), make_settings(steps=70), tmp_path / "whole", progress=silent)
+    train_in(tmp_path / "whole", make_task(), steps=70)
 
     def stop(done, steps, latest):
         if done == 33:
@@ -172,15 +172,15 @@ def test_stopped_in_the_middle_of_a_logged_interval_it_goes_on_exactly(tmp_path)
     assert (
         read_state(tmp_path / "stopped" / "last.safetensors")[1]["step"] == 33
     )  # saved at Ctrl-C, not only every 7 steps
-    train(make_task(), make_settings(steps=70), tmp_path / "stopped", progress=silent)
+    train_in(tmp_path / "stopped", make_task(), steps=70)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
 def test_a_longer_run_continues_a_shorter_one(tmp_path):
-    train(make_task("flow"), make_settings(steps=80), tmp_path / "whole", progress=silent)
+    train_in(tmp_path / "whole", steps=80)
     for steps in (30, 80):
         task = make_task("flow")
-        train(task, make_settings(steps=steps), tmp_path / "longer", progress=silent)
+        train_in(tmp_path / "longer", task, steps=steps)
     whole, _ = read_state(tmp_path / "whole" / "last.safetensors")
     longer, _ = read_state(tmp_path / "longer" / "last.safetensors")
     assert all(torch.equal(whole[name], longer[name]) for name in whole)
@@ -188,9 +188,9 @@ def test_a_longer_run_continues_a_shorter_one(tmp_path):
 
 def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
     task = make_task()
-    train(task, make_settings(steps=20), tmp_path, progress=silent)
+    train_in(tmp_path, task, steps=20)
     again = make_task()
-    train(again, make_settings(steps=20), tmp_path, progress=silent)  # nothing left to do
+    train_in(tmp_path, again, steps=20)  # nothing left to do
     assert again.model.bijection.report().steps == task.model.bijection.report().steps > 0
     assert again.penalties[0].seen == task.penalties[0].seen > 0
 
@@ -202,7 +202,7 @@ def test_guard_and_penalties_are_in_the_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.soak
 def test_two_processes_give_the_losses_of_one(tmp_path):
-    train(make_task("flow"), make_settings(steps=40), tmp_path / "one", progress=silent)
+    train_in(tmp_path / "one", steps=40)
     finish(program(tmp_path / "two", 40, 2, "flow"))
     one, two = (read_log(tmp_path / name, "train") for name in ("one", "two"))
     assert one["step"] == two["step"]
@@ -252,7 +252,7 @@ def test_accumulated_parts_give_the_step_of_the_whole(tmp_path):
     models_ = []
     for accumulate in (1, 3):
         task = make_task("flow")
-        train(task, make_settings(steps=5, accumulate=accumulate), tmp_path / str(accumulate), progress=silent)
+        train_in(tmp_path / str(accumulate), task, steps=5, accumulate=accumulate)
         models_.append(task.model)
     one, three = (torch.cat([p.flatten() for p in model.parameters()]) for model in models_)
     assert torch.allclose(one, three, atol=1e-6)
@@ -290,7 +290,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
         return {"test_loss": 1.0}
 
     task = Task(base.model, base.batch, base.loss, evaluate)
-    train(task, make_settings(steps=20, evaluate_every=20, ema=0.9), tmp_path, progress=silent)
+    train_in(tmp_path, task, steps=20, evaluate_every=20, ema=0.9)
     assert task.model.training
     live = torch.cat([p.flatten() for p in task.model.parameters()])
     tensors, _ = read_state(tmp_path / "last.safetensors")
@@ -322,7 +322,7 @@ def test_the_best_weights_are_kept(tmp_path):
         return {"test_loss": next(losses)}
 
     task = Task(base.model, base.batch, base.loss, evaluate)
-    trained = train(task, make_settings(steps=30, evaluate_every=10), tmp_path, progress=silent)
+    trained = train_in(tmp_path, task, steps=30, evaluate_every=10)
     assert (trained.best_step, trained.best_loss) == (20, 1.0)
     best = make_task("flow").model
     load_weights(best, read_state(tmp_path / "best.safetensors")[0])
@@ -344,7 +344,7 @@ def test_logs_hold_means_over_their_interval(tmp_path):
             losses.append(float(found["loss"].detach()))
         return found
 
-    train(Task(base.model, base.batch, loss), make_settings(steps=25), tmp_path, progress=silent)
+    train_in(tmp_path, Task(base.model, base.batch, loss), steps=25)
     log = read_log(tmp_path, "train")
     assert log["step"] == [10, 20, 25]
     losses = losses[1:]  # the first call starts the ActNorms
@@ -371,7 +371,7 @@ def test_diverged_training_says_where_and_what_is_left(tmp_path):
         return {"loss": found["loss"] * (math.nan if step == 17 else 1.0)}
 
     with pytest.raises(TrainingDiverged, match=r"in step 18; the last good checkpoint is .*last.safetensors") as info:
-        train(Task(base.model, base.batch, loss), make_settings(steps=40), tmp_path, progress=silent)
+        train_in(tmp_path, Task(base.model, base.batch, loss), steps=40)
     assert info.value.step == 18
     tensors, facts = read_state(tmp_path / "last.safetensors")
     assert facts["step"] == 14
@@ -388,7 +388,7 @@ def test_a_guarded_walk_with_a_penalty_on_an_overflowing_model_diverges_by_name(
     task = Task(Flow(Reversible(trunk)), lambda draw: (x,), Likelihood(penalties), penalties=penalties)
     with warnings.catch_warnings(), pytest.raises(TrainingDiverged, match="the loss was"):
         warnings.simplefilter("ignore")
-        train(task, make_settings(steps=5), tmp_path, progress=silent)
+        train_in(tmp_path, task, steps=5)
 
 
 def test_weights_that_are_not_finite_at_the_end(tmp_path):
@@ -399,7 +399,7 @@ def test_weights_that_are_not_finite_at_the_end(tmp_path):
         return {"loss": value if step < 9 else _broken(value)}
 
     with pytest.raises(TrainingDiverged, match="weights that are not finite; the last good checkpoint"):
-        train(Task(base.model, base.batch, loss), make_settings(steps=10), tmp_path, progress=silent)
+        train_in(tmp_path, Task(base.model, base.batch, loss), steps=10)
     assert read_state(tmp_path / "last.safetensors")[1]["step"] == 7
 
 
@@ -410,42 +410,42 @@ def _broken(value):
 
 
 def test_other_parameters_are_trained_than_before(tmp_path):
-    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    train_in(tmp_path, steps=5)
     task = make_task("flow")
     next(iter(task.model.parameters())).requires_grad_(False)
     with pytest.raises(CheckpointError, match="the parameters that are trained differ"):
-        train(task, make_settings(steps=9), tmp_path, progress=silent)
+        train_in(tmp_path, task, steps=9)
 
 
 def test_files_of_the_user_stay(tmp_path):
     (tmp_path / "train.csv").write_text("id,label\n1,cat\n")
     (tmp_path / "mine.csv").write_text("step,of mine\n")
     with pytest.raises(InputError, match="not a log of this loop"):
-        train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+        train_in(tmp_path, steps=5)
     assert (tmp_path / "train.csv").read_text() == "id,label\n1,cat\n"
     (tmp_path / "train.csv").unlink()
-    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    train_in(tmp_path, steps=5)
     assert (tmp_path / "mine.csv").exists()
 
 
 def test_logs_shorter_than_their_checkpoint(tmp_path):
-    train(make_task("flow"), make_settings(steps=20), tmp_path, progress=silent)
+    train_in(tmp_path, steps=20)
     (tmp_path / "train.csv").write_text("step,loss\n")
     with pytest.raises(CheckpointError, match="shorter than its checkpoint"):
-        train(make_task("flow"), make_settings(steps=30), tmp_path, progress=silent)
+        train_in(tmp_path, steps=30)
 
 
 def test_the_weights_alone_are_no_state(tmp_path):
-    train(make_task("flow"), make_settings(steps=25), tmp_path, progress=silent)
+    train_in(tmp_path, steps=25)
     (tmp_path / "best.safetensors").replace(tmp_path / "last.safetensors")
     with pytest.raises(CheckpointError, match="not the state of a run"):
-        train(make_task("flow"), make_settings(steps=25), tmp_path, progress=silent)
+        train_in(tmp_path, steps=25)
 
 
 def test_tensorboard_has_the_rows_of_the_csv(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps in (20, 40):
-        train(make_task("flow"), make_settings(steps=steps), tmp_path, progress=silent)
+        train_in(tmp_path, steps=steps)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     steps = [event.step for event in events.Scalars("train/loss")]
     assert sorted(steps) == [10, 20, 30, 40]  # two files of one second are read in any order
@@ -461,7 +461,7 @@ def test_batch_norm_is_not_shown_the_first_batch_twice(tmp_path):
 
     model = Both()
     task = Task(model, base.batch, lambda m, step, x: base.loss(m.flow, step, m.norm(x)))
-    train(task, make_settings(steps=3), tmp_path, progress=silent)
+    train_in(tmp_path, task, steps=3)
     assert int(model.norm.num_batches_tracked) == 3
 
 
@@ -481,7 +481,7 @@ def test_out_of_memory_says_what_to_do(tmp_path, kind, step, when):
 
     other = Task(task.model, task.batch, loss, penalties=task.penalties)
     with pytest.raises(torch.OutOfMemoryError, match=rf"out of memory {when} \(CUDA out of memory\)") as caught:
-        train(other, make_settings(steps=5, save_every=1), tmp_path, progress=silent)
+        train_in(tmp_path, other, steps=5, save_every=1)
     said = str(caught.value)
     assert "a smaller batch" in said
     assert "\n" not in said
@@ -489,20 +489,19 @@ def test_out_of_memory_says_what_to_do(tmp_path, kind, step, when):
 
 
 def test_a_run_of_another_architecture_or_with_other_settings(tmp_path):
-    train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+    train_in(tmp_path, steps=5)
     other = Task(Flow(models.real_nvp(2, blocks=6)), make_task("flow").batch, Likelihood())
     with pytest.raises(CheckpointError, match="another architecture"):
-        train(other, make_settings(steps=5), tmp_path, progress=silent)
+        train_in(tmp_path, other, steps=5)
     with pytest.raises(CheckpointError, match=r"other settings \(lr=0.005 there, lr=0.1 now\)"):
-        train(make_task("flow"), make_settings(steps=5, lr=0.1), tmp_path, progress=silent)
+        train_in(tmp_path, steps=5, lr=0.1)
     with pytest.raises(CheckpointError, match="5 steps, more than the 3 asked for"):
-        train(make_task("flow"), make_settings(steps=3), tmp_path, progress=silent)
+        train_in(tmp_path, steps=3)
     with pytest.raises(CheckpointError, match=r"penalties \[\] there, \['FiniteDifference'\] now"):
-        train(
-            Task(make_task("flow").model, make_task("flow").batch, Likelihood(), None, make_task().penalties),
-            make_settings(steps=5),
+        train_in(
             tmp_path,
-            progress=silent,
+            Task(make_task("flow").model, make_task("flow").batch, Likelihood(), None, make_task().penalties),
+            steps=5,
         )
 
 
@@ -511,7 +510,7 @@ def test_a_broken_state(tmp_path, content):
     path = tmp_path / "last.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
-        train(make_task("flow"), make_settings(steps=5), tmp_path, progress=silent)
+        train_in(tmp_path, steps=5)
 
 
 def test_a_truncated_or_foreign_state(tmp_path):
@@ -559,50 +558,39 @@ def test_bad_settings(changes):
 
 
 def test_bad_tasks(tmp_path):
-    base = make_task("flow")
-    with pytest.raises(InputError, match="scalar tensor under the name 'loss'"):
-        train(
-            Task(base.model, base.batch, lambda m, s, x: {"nll": x.sum()}), make_settings(), tmp_path, progress=silent
-        )
-    for wrong, said in (
-        (lambda m, s, x: x.sum(), "returned a Tensor"),
-        (lambda m, s, x: {"loss": x.sum()}, "does not depend on any parameter"),
-        (lambda m, s, x: {**base.loss(m, s, x), "lr": x.sum()}, "a column of that name"),
-        (lambda m, s, x: {**base.loss(m, s, x), "mean": x}, "scalar tensor under the name 'mean'"),
-    ):
-        with pytest.raises(InputError, match=said):
-            train(Task(base.model, base.batch, wrong), make_settings(), tmp_path / "x", progress=silent)
-    for batch, said in (
-        (lambda draw: torch.zeros(4, 2), "expected a tuple of tensors"),
-        (lambda draw: (torch.zeros(0, 2),), "1 or more"),
-        (lambda draw: (torch.zeros(4, 2), torch.zeros(3)), "same number of rows"),
-    ):
-        with pytest.raises(InputError, match=said):
-            train(Task(base.model, batch, base.loss), make_settings(), tmp_path / "y", progress=silent)
-    learned = torch.nn.Linear(1, 1)
+    base, frozen, learned = make_task("flow"), make_task("flow"), torch.nn.Linear(1, 1)
+    frozen.model.requires_grad_(False)
     learned.forward = lambda m, s, x: base.loss(m, s, x)
-    with pytest.raises(InputError, match="parameters of its own"):
-        train(Task(base.model, base.batch, learned), make_settings(), tmp_path / "z", progress=silent)
-    with pytest.raises(InputError, match="expected numbers by name"):
-        train(
-            Task(base.model, base.batch, base.loss, lambda m, d: 3.5),
-            make_settings(steps=1),
-            tmp_path / "w",
-            progress=silent,
+
+    def task(loss=base.loss, batch=base.batch, evaluate=None):
+        return Task(base.model, batch, loss, evaluate)
+
+    for k, (given, said) in enumerate(
+        (
+            (task(lambda m, s, x: {"nll": x.sum()}), "scalar tensor under the name 'loss'"),
+            (task(lambda m, s, x: x.sum()), "returned a Tensor"),
+            (task(lambda m, s, x: {"loss": x.sum()}), "does not depend on any parameter"),
+            (task(lambda m, s, x: {**base.loss(m, s, x), "lr": x.sum()}), "a column of that name"),
+            (task(lambda m, s, x: {**base.loss(m, s, x), "mean": x}), "scalar tensor under the name 'mean'"),
+            (task(batch=lambda draw: torch.zeros(4, 2)), "expected a tuple of tensors"),
+            (task(batch=lambda draw: (torch.zeros(0, 2),)), "1 or more"),
+            (task(batch=lambda draw: (torch.zeros(4, 2), torch.zeros(3))), "same number of rows"),
+            (task(learned), "parameters of its own"),
+            (task(evaluate=lambda m, d: 3.5), "expected numbers by name"),
+            (frozen, "nothing to train"),
         )
+    ):
+        with pytest.raises(InputError, match=said):
+            train_in(tmp_path / str(k), given, steps=1)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot train in"):
-        train(make_task("flow"), make_settings(), tmp_path / "file", progress=silent)
-    with pytest.raises(InputError, match="float64"):
-        train(make_task("flow"), make_settings(precision="64-true"), tmp_path / "v", progress=silent)
-    with pytest.raises(InputError, match="float16 needs a GPU"):
-        train(make_task("flow"), make_settings(precision="16-mixed"), tmp_path / "u", progress=silent)
-    frozen = make_task("flow")
-    frozen.model.requires_grad_(False)
-    with pytest.raises(InputError, match="nothing to train"):
-        train(frozen, make_settings(), tmp_path / "b", progress=silent)
-    if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="no CUDA device"):
-            train(make_task("flow"), make_settings(device="cuda"), tmp_path / "c", progress=silent)
-        with pytest.raises(InputError, match="only one GPU"):
-            train(make_task("flow"), make_settings(capture=True), tmp_path / "d", progress=silent)
+        train_in(tmp_path / "file")
+    for changes, said in (
+        ({"precision": "64-true"}, "float64"),
+        ({"precision": "16-mixed"}, "float16 needs a GPU"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"capture": True}, "only one GPU"),
+    ):
+        if "precision" in changes or not torch.cuda.is_available():
+            with pytest.raises(InputError, match=said):
+                train_in(tmp_path / "changed", **changes)

@@ -8,19 +8,12 @@ from bilip.auditing.probes.precision import FORMATS, FormatModel, Precision, con
 from bilip.auditing.subject import Subject
 from bilip.errors import BilipError, InputError
 from bilip.models import glow, real_nvp, residual_flow
+from catalogue import Map, scaled
 
 pytestmark = pytest.mark.numeric
 
 EPS = {fmt.name: fmt.eps for fmt in FORMATS}
 CPU_FORMATS = ["float64", "float32", "bfloat16", "float16"]
-
-
-def scaled(model, factor):
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.mul_(factor)
-    return model
 
 
 def rows(measurement):
@@ -134,17 +127,8 @@ def test_delta_is_the_error_of_the_arithmetic_alone():
 
 def test_emulated_activations_are_numbers_of_the_half_type_between_blocks():
     seen = []
-
-    class Watch(Bijection):
-        def forward(self, x, context=None):
-            seen.append(x)
-            return x / 3
-
-        def inverse(self, z, context=None):
-            seen.append(z)
-            return z * 3
-
-    model = Chain(Watch(), Watch(), shape=(2,))
+    watches = [Map(lambda x: seen.append(x) or x / 3, lambda z: seen.append(z) or z * 3) for _ in range(2)]
+    model = Chain(*watches, shape=(2,))
     for fmt in FORMATS[3:]:
         seen.clear()
         half = FormatModel(Subject.of(model), fmt)

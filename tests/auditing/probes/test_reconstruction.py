@@ -8,6 +8,7 @@ import torch
 import bilip
 from bilip import Bijection, models
 from bilip.auditing.probes import ErrorMap, Reconstruction
+from catalogue import Map
 
 pytestmark = pytest.mark.numeric
 
@@ -108,18 +109,12 @@ def test_samples_beyond_the_limit_are_left_alone():
     assert m["share_failed"] == 0
 
 
-class Right(Bijection):
-    """The identity; on the right half of the plane the inverse gives NaN."""
-
-    def forward(self, x, context=None):
-        return x
-
-    def inverse(self, z, context=None):
-        return torch.where(z[:, :1] > 0, torch.nan, z)
+# The identity; on the right half of the plane the inverse gives NaN.
+RIGHT = Map(inverse=lambda z: torch.where(z[:, :1] > 0, torch.nan, z))
 
 
 def test_the_map_has_the_right_way_up():
-    m = ErrorMap(points=11).measure(Right(), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    m = ErrorMap(points=11).measure(RIGHT, torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     assert (m["low"], m["high"], m["points"], m["data_low"], m["data_high"]) == (-2.0, 2.0, 11, -1.0, 1.0)
     error = torch.tensor(m.series["error"]).reshape(11, 11)
     assert error[:, 6:].isnan().all()  # a row runs along the first coordinate
@@ -129,7 +124,7 @@ def test_the_map_has_the_right_way_up():
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (1, 2), (2, 1, 1)])
 def test_other_shapes_have_no_map(shape):
-    m = ErrorMap(points=3).measure(Right(), torch.randn(8, *shape))
+    m = ErrorMap(points=3).measure(RIGHT, torch.randn(8, *shape))
     assert m.reason == "the model is not two-dimensional"
 
 
