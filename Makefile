@@ -24,11 +24,13 @@ numeric-threads: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m numeric --threads 2 $(NUMERIC) $(ARGS)
 
 # The whole suite as other CPUs round, with two threads, and with other seeds: eight times `make test`. Those that are red are named.
-CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE $(patsubst %,PYTEST_ADDOPTS=--%,threads=2 seed=1 seed=2 seed=3 seed=4)
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
+CASES := --threads=2 --seed=1 --seed=2 --seed=3 --seed=4
+SOAK = env OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $$cpu $(BIN)/python -m pytest -n $(JOBS) --soak src docs tests $(ARGS)
 soak-cpu: $(READY)
-	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; \
-	  env $$cpu OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --soak src docs tests $(ARGS) || red="$$red $$cpu"; \
-	done; test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
+	@for cpu in $(CPUS); do echo "soak-cpu: $$cpu"; $(SOAK) || red="$$red $$cpu"; done; cpu=; \
+	for case in $(CASES); do echo "soak-cpu: $$case"; $(SOAK) $$case || red="$$red $$case"; done; \
+	test -z "$$red" || { echo "soak-cpu: red under$$red"; exit 1; }
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py --jobs 2 --out results/robustness/fuzz.json $(ARGS)
