@@ -9,19 +9,31 @@ import bilip
 from bilip.errors import InputError
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("depth", [2, 6])
-def test_the_code_it_gives_has_no_larger_bound_than_it_states(depth, dtype):
+@pytest.mark.parametrize(
+    ("depth", "dtype", "box"),
+    [(2, "float32", 4.0), (6, "float64", 4.0), (16, "float32", 1.0), (23, "float32", [-3.0, 2.0]), (1, "float16", 4.0)],
+)
+def test_the_code_it_gives_has_no_larger_bound_than_it_states(depth, dtype, box):
     torch.manual_seed(0)
-    for design in bilip.advise(depth, dtype, 4.0).designs:
+    advice = bilip.advise(depth, dtype, box)
+    for design in advice.designs:
         model = eval(design.code, {"bilip": bilip})
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(50.0)  # whatever the weights: nets at the constant that they are held to
         if design.blocks == "affine":  # where values stay in the box, block by block
-            bound = model[0].bounds(bilip.Box(-4, 4, shape=(2,)))
+            bound = model[0].bounds(bilip.Box(-advice.box, advice.box, shape=(2,)))
             stated = design.condition ** (1 / depth)
+            assert model[0].scale.low == design.constants["scale from"]
         else:
             bound, stated = model.bounds(), design.condition
         assert bound.forward * bound.inverse <= stated * (1 + 1e-6), design
-        assert design.error <= 3.46e-4
+        assert design.error <= advice.tolerance
+
+
+def test_the_tolerance_is_that_of_audits():
+    assert bilip.advise(1, "float16").tolerance == pytest.approx(2.0**-5)
+    assert bilip.advise(1, "float64").tolerance == bilip.advise(1).tolerance == pytest.approx(2.0**-11.5)
 
 
 def test_more_bits_and_fewer_blocks_allow_more():
@@ -56,6 +68,8 @@ def test_a_round_trip_keeps_what_is_advised():
         ((8, "float32", -1.0), "positive number"),
         ((8, "float32", (2.0, 1.0)), "positive number"),
         ((64, "float16"), "more bits or fewer blocks"),
+        ((8, "float32", "wide"), "positive number"),
+        ((8, "float32", [1.0]), "positive number"),
     ],
 )
 def test_bad_input_is_one_line(given, said):
@@ -63,3 +77,5 @@ def test_bad_input_is_one_line(given, said):
         bilip.advise(*given)
     with pytest.raises(InputError, match="between 0 and 1"):
         bilip.advise(8, tolerance=2.0)
+    with pytest.raises(InputError, match="2 or more"):
+        bilip.advise(8, features=1)

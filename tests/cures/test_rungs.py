@@ -276,7 +276,7 @@ def test_images_keep_the_means_of_their_channels(factor_out):
             part.shift.zero_()
         bare = treated.bijection(x)
     off, without = (float((z.mean(0) - aim.mean(0)).norm()) for z in (ours, bare))
-    assert off < 0.7 * without
+    assert off < 0.9 * without
 
 
 def held(model, x: Tensor):

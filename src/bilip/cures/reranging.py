@@ -220,9 +220,7 @@ class Ranged(nn.Module):
     def _held(self, out: Tensor) -> Tensor:
         if self.learns is not None:
             self.learns(out)
-        centre, half, which, shift = (
-            self._along(t, out) for t in (self.centre, self.radius, self.which, self.shift)
-        )
+        centre, half, which, shift = (self._along(t, out) for t in (self.centre, self.radius, self.which, self.shift))
         return torch.where(which, centre + half * torch.tanh((out - centre) / half), out + shift)
 
     def log_lipschitz(self, shape: tuple[int, ...] | None = None, outputs: slice | None = None) -> float:

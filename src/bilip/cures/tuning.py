@@ -230,13 +230,13 @@ def moved(batch: Any, like: Tensor) -> Any:
     return batch
 
 
-def scalar(found: Any) -> tuple[Tensor, dict[str, float]]:
-    """What a loss returned, as the scalar and the further numbers beside it."""
+def scalar(found: Any, caller: str = "cure") -> tuple[Tensor, dict[str, float]]:
+    """What a loss returned, as the scalar and the further numbers beside it; errors name the caller."""
     more: dict[str, float] = {}
     if isinstance(found, dict):
         if "loss" not in found:
             raise InputError(
-                f"cure(loss=...): it returned a mapping of {', '.join(map(str, found))}; expected one with 'loss'."
+                f"{caller}(loss=...): it returned a mapping of {', '.join(map(str, found))}; expected one with 'loss'."
             )
         more = {k: float(v) for k, v in found.items() if k != "loss"}
         found = found["loss"]
@@ -244,7 +244,7 @@ def scalar(found: Any) -> tuple[Tensor, dict[str, float]]:
         given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if isinstance(found, Tensor) and found.is_complex():
             given = "a complex number"
-        raise InputError(f"cure(loss=...): it returned {given}, expected a scalar tensor.")
+        raise InputError(f"{caller}(loss=...): it returned {given}, expected a scalar tensor.")
     return found.reshape(()), more
 
 
