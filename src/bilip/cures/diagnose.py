@@ -212,10 +212,8 @@ class _Again:
         operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0, mended)
         try:
             with operations, torch.enable_grad():
-                if self.decoding:
-                    total = adapted.bijection.inverse(given).square().sum()
-                else:
-                    total = _loss(self.loss, native, adapted, given)
+                decode = adapted.bijection.inverse
+                total = decode(given).square().sum() if self.decoding else _loss(self.loss, native, adapted, given)
         except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
             if broken is not None:
                 return broken, {}

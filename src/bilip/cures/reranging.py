@@ -3,8 +3,8 @@ r"""Fourth rung: scales that cannot come near 0 or infinity, and a short fine-tu
 The raw scale $s$ of each channel of an affine coupling or autoregressive block is passed through $c + r \tanh((s - c) / r)$ before the
 library's own $g$. The interval $(c - r, c + r)$ is where $|\log g(s) - m| < \rho$, $m$ being the mean of $\log g$ of that channel on data.
 So the mean log-scale of every channel stays, values near it stay almost as they are, and $g$ is held to $(e^{m - \rho}, e^{m + \rho})$
-everywhere, on noise and samples too. With `centre` the mean itself is held to $|m| \le$ `centre`. Then a constant is added to each shift, so
-that the mean of every channel on data, after each block, is that of the model before.
+everywhere, on noise and samples too. With `centre` the mean itself is held to $|m| \le$ `centre`. Then a constant is added to each shift,
+so that the mean of every channel on data, after each block, is that of the model before.
 """
 
 from __future__ import annotations
@@ -372,8 +372,8 @@ def calibrate(treated: Treated, settings: dict[str, Any], case: Case, samples: i
 def _match_means(part: Bijection, nets: list[Ranged], x: Tensor, context: Tensor | None, aim: Tensor) -> None:
     """Set the shifts of the nets of a block such that the mean of every channel that it gives is that of `aim`.
 
-    In a coupling each shift moves one channel, in proportion: two gradients tell which and by how much. Where a shift moves several, as in a
-    block of two couplings, the whole Jacobian is taken, up to 64 channels. Shifts that do not come out finite stay 0.
+    In a coupling each shift moves one channel, in proportion: two gradients tell which and by how much. Where a shift moves several, as in
+    a block of two couplings, the whole Jacobian is taken, up to 64 channels. Shifts that do not come out finite stay 0.
     """
     rows = slice(None) if x[0].numel() <= 1024 else slice(256)
     given = None if context is None else context[rows]
