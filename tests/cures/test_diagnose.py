@@ -362,22 +362,108 @@ def test_bad_input_is_one_line():
         Watch.replay(bilip.models.real_nvp(2), "nowhere")
 
 
+class TestWhereItBegan:
+    """What a replay must not be misled by; each loss fails in one line of its own."""
+
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
+
+    def find(self, loss, batch=None, model=None):
+        torch.manual_seed(0)
+        flow = model or bilip.Flow(bilip.models.real_nvp(4, blocks=2, hidden=(8,)))
+        return bilip.diagnose(flow, self.x if batch is None else batch, loss=loss)
+
+    def test_in_place_operations_have_overwritten_their_input(self):
+        def loss(model, x):
+            y = x.clone()
+            y /= (torch.arange(16.0) - 3)[:, None]
+            return y.sum() - model.log_prob(x).mean()
+
+        found = self.find(loss)
+        assert (found.where, found.operation, found.sample) == ("forward", "div_", 3)
+        assert "division by 0" in found.remedy
+
+    def test_what_is_masked_out_is_not_blamed(self):
+        def loss(model, x):
+            rare = torch.log(x * 0)
+            kept = torch.where(torch.isfinite(rare), rare, torch.zeros_like(rare))
+            return kept.sum() + (1000 * x.abs() + 100).exp().sum() - model.log_prob(x).mean()
+
+        assert self.find(loss).operation == "exp"
+
+    def test_a_number_that_a_narrow_dtype_cannot_hold(self):
+        found = self.find(lambda model, x: (1e6 + x.abs()).to(torch.float16).sum() - model.log_prob(x).mean())
+        assert (found.where, found.operation) == ("forward", "to")
+        assert "too large for the dtype" in found.remedy
+
+    def test_a_constant_that_is_not_finite(self):
+        found = self.find(lambda model, x: torch.tensor(torch.nan) * model.log_prob(x).mean())
+        assert (found.where, found.operation) == ("forward", "tensor")
+
+    def test_a_target_that_is_not_finite_belongs_to_the_batch(self):
+        y = torch.zeros(16)
+        y[6] = torch.inf
+        found = self.find(lambda model, batch: (model.log_prob(batch[0]) - batch[1]).mean(), (self.x, y))
+        assert (found.where, found.operation, found.sample) == ("input", "batch, tensor 1", 6)
+
+    def test_a_buffer_that_nothing_reads_breaks_nothing(self):
+        flow = bilip.Flow(bilip.models.real_nvp(4, blocks=2, hidden=(8,)))
+        flow.register_buffer("room", torch.full((3,), torch.nan))
+        assert not self.find(None, model=flow).found
+
+    def test_a_loss_that_float64_does_not_suit_says_nothing_about_float64(self):
+        def loss(model, x):
+            return (nn.functional.linear(x, torch.full((4, 4), 1e38))).square().sum() - model.log_prob(x).mean()
+
+        found = self.find(loss)
+        assert found.found
+        assert found.in_float64 is None
+
+    def test_random_numbers_are_those_that_would_come_next_and_stay_the_callers(self):
+        def loss(model, x):
+            return (x / nn.functional.dropout(torch.ones_like(x), 0.1)).sum() - model.log_prob(x).mean()
+
+        flow = bilip.Flow(bilip.models.real_nvp(4, blocks=2, hidden=(8,)))
+        torch.manual_seed(11)
+        zero = int((nn.functional.dropout(torch.ones_like(self.x), 0.1) == 0).nonzero()[0][0])
+        torch.manual_seed(11)
+        before = torch.get_rng_state()
+        found = bilip.diagnose(flow, self.x, loss=loss)
+        assert (found.operation, found.sample, found.in_float64) == ("div", zero, True)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_a_loss_that_is_none_is_named_by_who_asked(self):
+        with pytest.raises(InputError, match=r"^diagnose\(loss=...\): it returned float"):
+            self.find(lambda model, x: 1.0)
+
+
 # ---- `bilip.advise`: what it allows is proved by bilip's own bounds for the code that it gives
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("depth", [2, 6])
-def test_the_code_it_gives_has_no_larger_bound_than_it_states(depth, dtype):
+@pytest.mark.parametrize(
+    ("depth", "dtype", "box"),
+    [(2, "float32", 4.0), (6, "float64", 4.0), (16, "float32", 1.0), (23, "float32", [-3.0, 2.0]), (1, "float16", 4.0)],
+)
+def test_the_code_it_gives_has_no_larger_bound_than_it_states(depth, dtype, box):
     torch.manual_seed(0)
-    for design in bilip.advise(depth, dtype, 4.0).designs:
+    advice = bilip.advise(depth, dtype, box)
+    for design in advice.designs:
         model = eval(design.code, {"bilip": bilip})
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(50.0)  # whatever the weights: nets at the constant that they are held to
         if design.blocks == "affine":  # where values stay in the box, block by block
-            bound = model[0].bounds(bilip.Box(-4, 4, shape=(2,)))
+            bound = model[0].bounds(bilip.Box(-advice.box, advice.box, shape=(2,)))
             stated = design.condition ** (1 / depth)
+            assert model[0].scale.low == design.constants["scale from"]
         else:
             bound, stated = model.bounds(), design.condition
         assert bound.forward * bound.inverse <= stated * (1 + 1e-6), design
-        assert design.error <= 3.46e-4
+        assert design.error <= advice.tolerance
+
+
+def test_the_tolerance_is_that_of_audits():
+    assert bilip.advise(1, "float16").tolerance == pytest.approx(2.0**-5)
+    assert bilip.advise(1, "float64").tolerance == bilip.advise(1).tolerance == pytest.approx(2.0**-11.5)
 
 
 def test_more_bits_and_fewer_blocks_allow_more():
@@ -412,6 +498,8 @@ def test_a_round_trip_keeps_what_is_advised():
         ((8, "float32", -1.0), "positive number"),
         ((8, "float32", (2.0, 1.0)), "positive number"),
         ((64, "float16"), "more bits or fewer blocks"),
+        ((8, "float32", "wide"), "positive number"),
+        ((8, "float32", [1.0]), "positive number"),
     ],
 )
 def test_bad_input_of_advise_is_one_line(given, said):
@@ -419,3 +507,5 @@ def test_bad_input_of_advise_is_one_line(given, said):
         bilip.advise(*given)
     with pytest.raises(InputError, match="between 0 and 1"):
         bilip.advise(8, tolerance=2.0)
+    with pytest.raises(InputError, match="2 or more"):
+        bilip.advise(8, features=1)

@@ -16,7 +16,7 @@ from bilip import models
 from bilip.auditing.budget import BUDGETS
 from bilip.cures import RUNGS
 from bilip.cures.rung import Rung
-from bilip.errors import InputError
+from bilip.errors import CheckpointError, InputError
 from catalogue import Map
 from in_process import command_line
 from stacks import FLOWS, bilip_flow, freia_flow, zuko_maf
@@ -119,6 +119,21 @@ def test_a_model_that_is_safe_is_handed_back_as_a_copy():
     assert result.status == "not needed"
     assert result.tried == ()
     assert result.model is not model
+
+
+def test_a_folder_holds_one_cure_and_no_remains_of_another(tmp_path):
+    fine = bilip_flow(-0.1)
+    x = points(20, 7)
+    cure(fine, points()).save(tmp_path)
+    torch.manual_seed(9)
+    again = bilip.cures.restore(
+        bilip_flow(-0.3), tmp_path
+    )  # nothing was needed: the weights are those that were found safe
+    assert torch.equal(again.bijection(x), fine.bijection(x))
+    cure(bilip_flow(-12.0), points(), uses=["inversion"], rungs=["settings"]).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before.json", "cure.json"]
+    with pytest.raises(CheckpointError, match="holds no model: nothing that was tried"):
+        bilip.cures.restore(bilip_flow(), tmp_path)
 
 
 def test_what_needs_a_loss_is_skipped_and_named_without_one():
@@ -325,7 +340,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_not_tuned():
     model = bilip_flow(-4.0).requires_grad_(False)
     result = cure(model, points(), uses=["inversion"], train=points(400, 7), rungs=["penalties"])
     assert {a.outcome for a in result.tried} == {"skipped"}
-    assert all("every parameter is frozen" in a.reason for a in result.tried)
+    assert all("no parameter may be tuned" in a.reason for a in result.tried)
 
 
 def test_train_may_be_whatever_gives_batches():
@@ -412,6 +427,7 @@ class TestBadInput:
             ({"train": points(50), "loss": lambda model, batch: {"nll": batch.sum()}}, "a mapping of nll"),
             ({"train": points(50), "loss": lambda model, batch: batch.sum(1)}, r"a tensor of shape \(5,\)"),
             ({"train": points(50), "loss": lambda model, batch: batch.sum() * 1j}, "a complex number"),
+            ({"train": torch.randn(50, 5)}, "does not take its batches"),
             ({"train": []}, "it has no batch"),
             ({"train": iter(())}, "it has no batch"),
             ({"train": {"x": points(50)}}, "expected a tensor"),

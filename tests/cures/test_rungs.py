@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bilip
+from bilip.auditing.audit import make_sources
 from bilip.auditing.budget import BUDGETS
+from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.cures.arithmetic import DOMINATES, Refined
 from bilip.cures.replacements import Replacements, _splines
+from bilip.cures.reranging import Ranged, Reranging, _which, _widths, calibrate, scalings
+from bilip.cures.rung import Case
 from bilip.cures.treated import copied
-from stacks import bilip_flow
+from stacks import FLOWS, bilip_flow
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
 
@@ -231,3 +237,56 @@ def test_it_follows_its_parameters_and_is_not_stale():
         model.inner.w.add_(1.0)
     assert float(errors(model, x).max()) < 1e-5
     assert DOMINATES > 1
+
+
+@pytest.mark.parametrize("name", ["bilip", "nflows", "normflows", "zuko", "pyro", "FrEIA"])
+def test_bounded_scales_leave_the_mean_of_every_channel_where_it_was(name):
+    pytest.importorskip(name)
+    torch.manual_seed(0)
+    model = FLOWS[name](-0.5)
+    with torch.no_grad():  # scales that depend on x, so that bounding them moves the means
+        for scaling in scalings(bilip.as_bijection(model)):
+            last = [layer for layer in scaling.net.modules() if type(layer).__name__.endswith("Linear")][-1]
+            last.weight[_which(len(last.weight), "second" if scaling.layout == "pair" else scaling.layout)] *= 20
+    x = torch.randn(1024, 4, generator=torch.Generator().manual_seed(1)) + 2
+    treated, moved = held(model, x)
+    with torch.no_grad():
+        aim, ours = (bilip.as_bijection(m)(x) for m in (model, treated.model))
+        for part in moved:
+            part.shift.zero_()
+        bare = treated.bijection(x)
+    assert float((ours.mean(0) - aim.mean(0)).abs().max()) < 0.02 * float(aim.std())
+    assert float((ours - aim).norm()) < float((bare - aim).norm())
+
+
+@pytest.mark.parametrize("factor_out", [False, True])
+def test_images_keep_the_means_of_their_channels(factor_out):
+    torch.manual_seed(0)
+    model = bilip.models.glow((3, 8, 8), levels=2, blocks=2, hidden=8, coupling="affine", factor_out=factor_out)
+    x = torch.rand(600, 3, 8, 8)
+    model.train()(x)
+    with torch.no_grad():
+        for scaling in scalings(model.eval()):
+            for p in scaling.net.parameters():
+                p += 0.1 * torch.randn_like(p)
+    treated, moved = held(model, x)
+    with torch.no_grad():
+        aim, ours = model(x), treated.bijection(x)
+        for part in moved:
+            part.shift.zero_()
+        bare = treated.bijection(x)
+    off, without = (float((z.mean(0) - aim.mean(0)).norm()) for z in (ours, bare))
+    assert off < 0.9 * without
+
+
+def held(model, x: Tensor):
+    """A copy whose scales are bounded, not tuned, and the nets that hold them."""
+    treated = copied(model)
+    subject = Subject(copied(model).adapted, "")
+    sources = make_sources(x, [], BUDGET, 0, subject)
+    before: Any = None
+    case = Case(subject, sources, before, ("inversion",), None, lambda: math.inf, lambda text: None)
+    settings = {"widths": _widths(case), "spread": 0.3, "centre": None}
+    treated = Reranging().apply(treated, settings)
+    calibrate(treated, settings, case)
+    return treated, [part for part in treated.bijection.modules() if isinstance(part, Ranged)]

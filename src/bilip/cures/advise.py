@@ -90,7 +90,8 @@ def advise(
         dtype: Arithmetic in which it will run.
         box: Largest size of the values inside, in the box that ActNorm or the data keep them in; or a pair (low, high).
         features: Dimension, for the code.
-        tolerance: Largest relative error of a round trip; by default the square root of float32's epsilon, which audits allow.
+        tolerance: Largest relative error of a round trip; by default what audits allow: the square root of the dtype's epsilon, and no
+            less than that of float32.
 
     Example:
         >>> import bilip
@@ -105,18 +106,16 @@ def advise(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise InputError(f"advise(dtype={dtype!r}): expected a floating dtype, as in torch.float32 or 'float32'.")
-    ends = box if isinstance(box, tuple) else (-box, box)
-    if (
-        len(ends) != 2
-        or not all(isinstance(end, (int, float)) and math.isfinite(end) for end in ends)
-        or ends[0] >= ends[1]
-    ):
+    ends = tuple(box) if isinstance(box, (tuple, list)) else (-box, box) if _is_number(box) else ()
+    if len(ends) != 2 or not all(_is_number(end) and math.isfinite(end) for end in ends) or ends[0] >= ends[1]:
         raise InputError(f"advise(box={box!r}): expected a positive number, or a pair (low, high).")
+    if not isinstance(features, int) or isinstance(features, bool) or features < 2:
+        raise InputError(f"advise(features={features!r}): expected a whole number, 2 or more.")
     size = max(abs(ends[0]), abs(ends[1]))
-    limit = math.sqrt(2.0**-23) if tolerance is None else tolerance
-    if not isinstance(limit, (int, float)) or not 0 < limit < 1:
-        raise InputError(f"advise(tolerance={tolerance!r}): expected a number between 0 and 1.")
     eps = torch.finfo(kind).eps
+    limit = math.sqrt(max(eps, 2.0**-23)) if tolerance is None else tolerance
+    if not _is_number(limit) or not 0 < limit < 1:
+        raise InputError(f"advise(tolerance={tolerance!r}): expected a number between 0 and 1.")
     room = math.log(limit / (2 * depth * eps))
     if room <= 0:
         raise InputError(
@@ -128,6 +127,10 @@ def advise(
     designs = (_additive(each, depth, features), _affine(each, depth, features, size), _residual(each, depth, features))
     found = tuple(_design(*design, depth, eps) for design in designs)
     return Advice(depth, name, size, limit, math.exp(each), found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 _Raw = tuple[str, dict[str, float], float, str]
@@ -176,8 +179,9 @@ def _affine(room: float, depth: int, features: int, size: float) -> _Raw:
         return _log_norm(off, 1.0) + _log_norm(off / low, 1 / low)
 
     w = min(_largest(log_condition, room, 0.999), 0.999)
-    code = f"bilip.models.real_nvp({features}, blocks={depth}, scale=bilip.blocks.SigmoidScale({1 - w:.4g}, 1.0), lipschitz={w:g})"
-    return "affine", {"scale from": 1 - w, "scale to": 1.0, "nets": w}, log_condition(w), code
+    low = round(1 - w, 12)  # all digits of it are in the code: a lower end would break the bound
+    code = f"bilip.models.real_nvp({features}, blocks={depth}, scale=bilip.blocks.SigmoidScale({low!r}, 1.0), lipschitz={w:g})"
+    return "affine", {"scale from": low, "scale to": 1.0, "nets": w}, log_condition(w), code
 
 
 def _residual(room: float, depth: int, features: int) -> _Raw:

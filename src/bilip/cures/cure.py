@@ -173,15 +173,22 @@ class Cure:
         target = Path(folder)
         try:
             target.mkdir(parents=True, exist_ok=True)
+            for name in (
+                "cure.json",
+                "after.json",
+                "model.safetensors",
+            ):  # of an earlier cure, which this one may not have
+                (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
-        treated = None if self.chosen is None else self.chosen.treated
-        if treated is not None:
-            _write_state(target, treated.state())
+        if self.chosen is not None and self.chosen.treated is not None:
+            _write_state(target, self.chosen.treated.state())
+        elif self.model is not None:
+            _write_state(target, copied(self.model).state())
         self.before.save(target / "before.json")
         if self.after is not None:
             self.after.save(target / "after.json")
-        write_json(target / "cure.json", self.plain())
+        write_json(target / "cure.json", self.plain())  # last: a folder without it is not whole
 
 
 def restore(model: Any, folder: str | Path) -> Any:
@@ -198,6 +205,8 @@ def restore(model: Any, folder: str | Path) -> Any:
     document = read_json(source / "cure.json")
     if not isinstance(document, dict) or document.get("format") != "bilip-cure":
         raise CheckpointError(f"{source / 'cure.json'} was not written by a cure.")
+    if document.get("status") == "not cured":
+        raise CheckpointError(f"{source} holds no model: nothing that was tried made it safe.")
     treated = copied(model)
     for step in document.get("steps", []):
         rung = RUNGS.get(str(step.get("rung")))
@@ -206,8 +215,6 @@ def restore(model: Any, folder: str | Path) -> Any:
                 f"{source / 'cure.json'} names the rung {step.get('rung')!r:.40}, which this bilip does not know."
             )
         treated = rung().apply(treated, dict(step["settings"]))
-    if not document.get("steps"):
-        return treated.model
     try:
         treated.load(_read_state(source))
     except (RuntimeError, KeyError) as error:

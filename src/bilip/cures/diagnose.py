@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -131,64 +132,131 @@ def diagnose(
     """
     if (batch is None) == (latents is None):
         raise InputError("diagnose: pass a batch, or latents=, and not both.")
-    adapted = model if isinstance(model, Adapted) else adapt(model)
-    found = _replay(model, adapted, batch, latents, loss, None)
+    again = _Again(model, batch, latents, loss)
+    found = again()
     if found.found and float64 and found.where not in ("parameters", "input"):
         try:
-            wide = _replay(model, adapted, batch, latents, loss, torch.float64).found
+            again64 = again(torch.float64)
+            # one that raises there alone, say for a dtype that a loss has fixed, says nothing
+            wide = None if again64.where == "raised" != found.where else again64.found
         except Exception:  # a model or a loss that does not run in float64
             wide = None
         found = replace(found, in_float64=wide)
     return replace(found, step=step, remedy=_remedy(found))
 
 
-def _replay(
-    model: Any, adapted: Adapted, batch: Any, latents: Tensor | None, loss: Loss | None, dtype: torch.dtype | None
-) -> Diagnosis:
-    try:
-        native = copy.deepcopy(model, deepcopy_memo(adapted.bijection))
-    except Exception as error:
-        raise InputError(f"diagnose: {type(model).__name__} cannot be copied ({said_by(error)}).") from error
-    adapted = native if isinstance(native, Adapted) else adapt(native)
-    target: Any = native if isinstance(native, nn.Module) else adapted.bijection
-    like = reference(target)
-    if dtype is not None:
-        target.to(dtype)
-        base = getattr(adapted.base, "module", None)
-        if isinstance(base, nn.Module):
-            base.to(dtype)
-        like = like.to(dtype)
-    names = _Names(native, adapted)
+_MOST_ORIGINS = 8  # operations that are mended, one after the other
+
+
+class _Again:
+    """Runs the batch again, on a copy, with the random numbers that would be drawn next; the caller's stay.
+
+    Args:
+        model: The model.
+        batch: The batch, or `None` for latents.
+        latents: Latents to decode, or `None`.
+        loss: The user's loss, or `None`.
+    """
+
+    def __init__(self, model: Any, batch: Any, latents: Tensor | None, loss: Loss | None) -> None:
+        self.model, self.loss = model, loss
+        self.adapted = model if isinstance(model, Adapted) else adapt(model)
+        self.given, self.decoding = latents if batch is None else batch, latents is not None
+        self.devices = {t.device for t in (*self.adapted.bijection.parameters(), *self.adapted.bijection.buffers())}
+
+    def __call__(self, dtype: torch.dtype | None = None) -> Diagnosis:
+        """Where it began; in another dtype, and then without autocast, where that is given."""
+        found, origins = self._once(dtype)
+        if found.where != "forward" or len(origins) < 2:
+            return found
+        # Several results are not finite though their inputs are, and some may be masked out later. The one that matters is the one
+        # without which the loss would be finite.
+        for index, origin in list(origins.items())[:_MOST_ORIGINS]:
+            if not self._once(dtype, mended=index)[0].where.startswith(("forward", "raised")):
+                return origin
+        return found
+
+    def _once(self, dtype: torch.dtype | None, mended: int | None = None) -> tuple[Diagnosis, dict[int, Diagnosis]]:
+        """What began first, and all operations whose result is not finite though their inputs are, by their number."""
+        with torch.random.fork_rng(devices=[d for d in self.devices if d.type == "cuda"]):
+            if dtype is None:
+                return self._run(None, mended)
+            with contextlib.ExitStack() as stack:
+                for kind in {"cpu", *(device.type for device in self.devices)} - {"meta"}:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                return self._run(dtype, mended)
+
+    def _run(self, dtype: torch.dtype | None, mended: int | None) -> tuple[Diagnosis, dict[int, Diagnosis]]:
+        try:
+            native = copy.deepcopy(self.model, deepcopy_memo(self.adapted.bijection))
+        except Exception as error:
+            raise InputError(
+                f"diagnose: {type(self.model).__name__} cannot be copied ({said_by(error)}). Make copy.deepcopy(model) work."
+            ) from error
+        adapted = native if isinstance(native, Adapted) else adapt(native)
+        target: Any = native if isinstance(native, nn.Module) else adapted.bijection
+        like = reference(target)
+        if dtype is not None:
+            target.to(dtype)
+            base = getattr(adapted.base, "module", None)
+            if isinstance(base, nn.Module):
+                base.to(dtype)
+            like = like.to(dtype)
+        names = _Names(native, adapted)
+        given = moved(self.given, like)
+        broken = _broken_weights(target, names) or _broken_batch(given)
+        for parameter in target.parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+        first = first_of(given)
+        operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0, mended)
+        try:
+            with operations, torch.enable_grad():
+                decode = adapted.bijection.inverse
+                total = decode(given).square().sum() if self.decoding else _loss(self.loss, native, adapted, given)
+        except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
+            if broken is not None:
+                return broken, {}
+            raise
+        except Exception as error:  # of the model, or of a distribution that was given what is not finite already
+            return broken or operations.first or _raised(error, names), operations.origins
+        if not bool(torch.isfinite(total.detach())):
+            unknown = Diagnosis(True, "forward", operation="loss", value=float(total.detach()))
+            return broken or operations.first or operations.constant or unknown, operations.origins
+        # else what was not finite was masked out, or never used
+        found = _backward(total, operations) if total.requires_grad else Diagnosis(False)
+        return (broken if broken is not None and found.found else found), operations.origins
+
+
+def _broken_weights(target: nn.Module, names: _Names) -> Diagnosis | None:
+    """The first parameter or buffer that is not finite to begin with."""
     for name, value in (*target.named_parameters(), *target.named_buffers()):
         if value.is_floating_point() and not bool(torch.isfinite(value).all()) and not _meant(value):
             block, kind = names.block_of_tensor(value)
             bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
             return Diagnosis(True, "parameters", block, kind, name, "weights", value=bad)
-    given = moved(latents if batch is None else batch, like)
-    first = first_of(given)
-    if isinstance(first, Tensor) and first.is_floating_point() and not bool(torch.isfinite(first).all()):
-        row = int((~torch.isfinite(first.flatten(1) if first.ndim > 1 else first[:, None])).any(1).nonzero()[0])
-        return Diagnosis(True, "input", operation="batch", sample=row, value=math.nan)
-    for parameter in target.parameters():
-        if parameter.is_floating_point():
-            parameter.requires_grad_(True)
-    operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0)
-    try:
-        with operations, torch.enable_grad():
-            decoding = latents is not None
-            total = adapted.bijection.inverse(given).square().sum() if decoding else _loss(loss, native, adapted, given)
-    except (BilipError, KeyboardInterrupt, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of the model, or of a distribution that was given what is not finite already
-        return operations.first or _raised(error, names)
-    if operations.first is not None and not bool(torch.isfinite(total.detach())):
-        return operations.first  # else what was not finite was masked out
-    return _backward(total, operations) if total.requires_grad else Diagnosis(False)
+    return None
+
+
+def _broken_batch(given: Any) -> Diagnosis | None:
+    """The first entry of a batch that is not finite: of the input, of a context or of a target."""
+    for k, part in enumerate(_tensors(given)):
+        if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+            where = (~torch.isfinite(part.detach())).nonzero()[0].tolist()
+            which = "batch" if k == 0 else f"batch, tensor {k}"
+            return Diagnosis(
+                True,
+                "input",
+                operation=which,
+                sample=where[0] if where else None,
+                value=float(part.detach()[tuple(where)]),
+            )
+    return None
 
 
 def _loss(loss: Loss | None, native: Any, adapted: Adapted, given: Any) -> Tensor:
     if loss is not None:
-        return scalar(loss(native, given))[0]
+        return scalar(loss(native, given), "diagnose")[0]
     x, context = given if isinstance(given, (tuple, list)) and len(given) == 2 else (first_of(given), None)
     z, log_det = adapted.bijection.forward_and_log_det(x, context)
     if adapted.base is None:
@@ -260,30 +328,51 @@ class _Operations(TorchFunctionMode):
 
     SILENT = (
         "isfinite", "isnan", "isinf", "full_like", "full", "empty", "empty_like", "nan_to_num", "where", "masked_fill", "__repr__",
-        "clone", "detach", "__get__", "__set__", "copy_", "to", "double", "float", "new_empty", "new_full", "empty_strided", "__setitem__",
+        "clone", "detach", "__get__", "__set__", "copy_", "double", "float", "new_empty", "new_full", "empty_strided", "__setitem__",
         "fill_", "is_floating_point", "size", "dim", "numel", "contiguous",
     )  # fmt: skip
 
-    def __init__(self, names: _Names, count: int) -> None:
+    def __init__(self, names: _Names, count: int, mended: int | None = None) -> None:
         super().__init__()
-        self.names, self.count = names, count
-        self.first: Diagnosis | None = None
+        self.names, self.count, self.mended = names, count, mended
+        self.calls = 0
+        self.origins: dict[int, Diagnosis] = {}
+        self.constant: Diagnosis | None = None
         self.nodes: dict[Any, tuple[str, str, str, str, str]] = {}
         self.busy = False
 
+    @property
+    def first(self) -> Diagnosis | None:
+        """The first result that is not finite though its inputs are."""
+        return next(iter(self.origins.values()), None)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if self.busy:
-            return out
+            return func(*args, **kwargs)
+        name = _short(func)
         self.busy = True
         try:
-            self._look(func, args, kwargs or {}, out)
+            # in place, the input is gone afterwards
+            before = self._finite(args, kwargs) if _in_place(name) or "out" in kwargs else None
+        finally:
+            self.busy = False
+        out = func(*args, **kwargs)
+        self.busy = True
+        try:
+            self.calls += 1
+            if self.calls == self.mended and isinstance(out, Tensor) and out.is_floating_point():
+                return out.nan_to_num(0.0, 0.0, 0.0)
+            self._look(name, args, kwargs, out, before)
         finally:
             self.busy = False
         return out
 
-    def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = _short(func)
+    def _finite(self, args: Any, kwargs: Any) -> bool:
+        inputs = (t for t in _tensors((*args, *kwargs.values())) if t.is_floating_point())
+        return all(bool(torch.isfinite(t).all()) for t in inputs)
+
+    def _look(self, name: str, args: Any, kwargs: Any, out: Any, before: bool | None) -> None:
         results = [
             t
             for t in (out if isinstance(out, (tuple, list)) else (out,))
@@ -298,11 +387,14 @@ class _Operations(TorchFunctionMode):
         if bad is None:
             return
         inputs = [t for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()]
-        if not inputs or any(not bool(torch.isfinite(t).all()) for t in inputs):
-            return  # a constant, or it began elsewhere
+        if inputs and not (self._finite(args, kwargs) if before is None else before):
+            return  # it began elsewhere
+        if not inputs and self.constant is not None:
+            return
         block, kind, module, line = self.names.place(sys._getframe(2))
         place = (~torch.isfinite(bad.detach())).nonzero()[0].tolist() if bad.ndim else []
         sample = place[0] if place and self.count and bad.shape[0] == self.count else None
+        around = [] if before is not None else inputs[:3]
         found = Diagnosis(
             True,
             "forward",
@@ -312,16 +404,26 @@ class _Operations(TorchFunctionMode):
             name,
             line,
             sample,
-            tuple(_around(k, t, place, bad) for k, t in enumerate(inputs[:3])),
+            tuple(_around(k, t, place, bad) for k, t in enumerate(around)),
             float(bad.detach()[tuple(place)] if place else bad.detach()),
         )
-        self.first = self.first or found
+        if inputs:
+            self.origins[self.calls] = found
+        else:
+            self.constant = found
 
 
 def _short(func: Any) -> str:
     """The name of a function of torch, as users write it."""
     name = (resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-1]
     return {
+        "__itruediv__": "div_",
+        "__imul__": "mul_",
+        "__iadd__": "add_",
+        "__isub__": "sub_",
+        "__pow__": "pow",
+        "__rpow__": "pow",
+        "__matmul__": "matmul",
         "__truediv__": "div",
         "__mul__": "mul",
         "__add__": "add",
@@ -331,9 +433,16 @@ def _short(func: Any) -> str:
     }.get(name, name)
 
 
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors(part)
@@ -428,7 +537,7 @@ def _remedy(found: Diagnosis) -> str:
     """What usually helps, by the operation."""
     if not found.found:
         return ""
-    name, text = found.operation.lower(), found.operation.lower() + " " + found.line.lower()
+    name, text = found.operation.lower().rstrip("_"), found.operation.lower() + " " + found.line.lower()
     if found.where == "parameters":
         return "The weights were broken before this batch: load a checkpoint from before, lower the learning rate, clip gradients."
     if found.where == "input":
@@ -452,16 +561,24 @@ _SPLINE = "A spline outside of its interval, or at its edge: build it with linea
 _DERIVATIVE = "The value is finite and its derivative is not (a root, a power or a norm at 0, a log near 0): keep away from there."
 _BY_OPERATION = (
     (
-        ("exp", "expm1", "sinh", "cosh", "exp_", "softplus", "pow"),
+        ("exp", "exp2", "expm1", "sinh", "cosh", "softplus", "pow"),
         "An exponent that overflows: bound it (scale='half_sigmoid', FrEIA's clamp, tanh), or cure the trained model with bilip.cure.",
     ),
     (
-        ("log", "log2", "log10", "log_", "logit", "log1p"),
-        "A logarithm of 0: use the form that cannot underflow (logsigmoid, log_softmax), or keep a floor under the scale.",
+        ("log", "log2", "log10", "logit", "log1p", "atanh", "erfinv"),
+        "A logarithm of 0 or below: use the form that cannot underflow (logsigmoid, log_softmax), or keep a floor under the scale.",
     ),
     (
-        ("div", "reciprocal", "true_divide", "div_", "rsqrt", "divide"),
+        ("div", "reciprocal", "true_divide", "rsqrt", "divide", "fmod", "remainder"),
         "A division by 0, or by a number so small that it overflows: keep a floor under the scale.",
+    ),
+    (
+        ("sqrt", "acos", "asin", "acosh"),
+        "An argument outside of the domain, as of a root below 0: rounding may take it there; hold it to the domain with clamp.",
+    ),
+    (
+        ("to", "half", "bfloat16", "type"),
+        "A number too large for the dtype that it is converted to: convert later, scale it, or use bfloat16 or float32.",
     ),
     (
         (

@@ -3,7 +3,8 @@ r"""Fourth rung: scales that cannot come near 0 or infinity, and a short fine-tu
 The raw scale $s$ of each channel of an affine coupling or autoregressive block is passed through $c + r \tanh((s - c) / r)$ before the
 library's own $g$. The interval $(c - r, c + r)$ is where $|\log g(s) - m| < \rho$, $m$ being the mean of $\log g$ of that channel on data.
 So the mean log-scale of every channel stays, values near it stay almost as they are, and $g$ is held to $(e^{m - \rho}, e^{m + \rho})$
-everywhere, on noise and samples too. With `centre` the mean itself is held to $|m| \le$ `centre`.
+everywhere, on noise and samples too. With `centre` the mean itself is held to $|m| \le$ `centre`. Then a constant is added to each shift,
+so that the mean of every channel on data, after each block, is that of the model before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.blocks import AffineCoupling
+from bilip.blocks import AffineCoupling, Bijection
 from bilip.bounds import Box
 from bilip.cures.rung import Case, Rung, Screen, Skipped
 from bilip.cures.treated import Treated
@@ -199,6 +200,7 @@ class Ranged(nn.Module):
         like = next((p for p in net.parameters() if p.is_floating_point()), torch.empty(()))
         self.register_buffer("centre", torch.zeros(outputs, dtype=like.dtype, device=like.device))
         self.register_buffer("radius", torch.ones(outputs, dtype=like.dtype, device=like.device))
+        self.register_buffer("shift", torch.zeros(outputs, dtype=like.dtype, device=like.device))
         self.register_buffer("which", _which(outputs, layout).to(like.device))
         self.__dict__["learns"] = None  # while a range is chosen from data
 
@@ -206,16 +208,20 @@ class Ranged(nn.Module):
         """The net, its raw scales held."""
         out = self.net(*given, **more)
         if self.layout == "pair":
-            return out[0], self._held(out[1])
+            return out[0] + self._along(self.shift, out[0]), self._held(out[1])
         return self._held(out)
+
+    def _along(self, values: Tensor, out: Tensor) -> Tensor:
+        """One value for each output, in a shape that broadcasts."""
+        shape = [1] * out.ndim
+        shape[self.dim] = -1
+        return values.view(shape)
 
     def _held(self, out: Tensor) -> Tensor:
         if self.learns is not None:
             self.learns(out)
-        shape = [1] * out.ndim
-        shape[self.dim] = -1
-        centre, half, which = (t.view(shape) for t in (self.centre, self.radius, self.which))
-        return torch.where(which, centre + half * torch.tanh((out - centre) / half), out)
+        centre, half, which, shift = (self._along(t, out) for t in (self.centre, self.radius, self.which, self.shift))
+        return torch.where(which, centre + half * torch.tanh((out - centre) / half), out + shift)
 
     def log_lipschitz(self, shape: tuple[int, ...] | None = None, outputs: slice | None = None) -> float:
         """That of the net: no slope is above 1."""
@@ -228,11 +234,11 @@ class Ranged(nn.Module):
         def held(end: Tensor) -> Tensor:
             shape = [1] * (end.ndim + 1)
             shape[self.dim] = -1
-            centre, half, which = (
+            centre, half, which, shift = (
                 t.view(shape)[0].double() if t.is_floating_point() else t.view(shape)[0]
-                for t in (self.centre, self.radius, self.which)
+                for t in (self.centre, self.radius, self.which, self.shift)
             )
-            return torch.where(which, centre + half * torch.tanh((end - centre) / half), end)
+            return torch.where(which, centre + half * torch.tanh((end - centre) / half), end + shift)
 
         low, high = held(inside.low), held(inside.high)
         return Box.outward(low, high, 1e-14 * (low.abs() + high.abs()).nan_to_num(0.0, 0.0, 0.0))
@@ -263,7 +269,7 @@ def _which(outputs: int, layout: str) -> Tensor:
 
 
 class Reranging(Rung):
-    """Bounded scales for all affine blocks, each channel around its own mean, then a short fine-tuning."""
+    """Bounded scales for all affine blocks, each channel around its own mean and moved to it, then a short fine-tuning."""
 
     name: ClassVar[str] = "re-range"
     place: ClassVar[int] = 40
@@ -338,20 +344,69 @@ def _widths(case: Case) -> list[int]:
 
 @torch.no_grad()
 def calibrate(treated: Treated, settings: dict[str, Any], case: Case, samples: int = 1024) -> None:
-    """Choose the ranges from data, one block after the other: each sees what those before it, already held, give."""
+    """Choose ranges and shifts from data, one block after the other: each sees what those before it, already held, give."""
     spread, centre = float(settings["spread"]), settings["centre"]
     subject = case.subject
     source = next((s for s in case.sources if s.role == "data"), case.sources[0])
     batch = source.first(samples, dtype=subject.dtype, device=subject.device)
-    found = list(scalings(treated.bijection))
-    for scaling in found:
-        net: Any = scaling.net
-        net.__dict__["learns"] = _Range(net, scaling.log_scale, spread, centre)
-    try:
-        treated.bijection(batch.x, batch.context)
-    finally:
+    left = {id(scaling.net): scaling for scaling in scalings(treated.bijection)}
+    x = before = batch.x
+    for (_, part), (_, old) in zip(treated.bijection.parts(), subject.bijection.parts(), strict=True):
+        found = [left.pop(id(m)) for m in part.modules() if id(m) in left]
         for scaling in found:
-            scaling.net.__dict__["learns"] = None
+            net: Any = scaling.net
+            net.__dict__["learns"] = _Range(net, scaling.log_scale, spread, centre)
+        try:
+            after = part(x, batch.context)
+        finally:
+            for scaling in found:
+                scaling.net.__dict__["learns"] = None
+        before = old(before, batch.context)
+        moved = [scaling.net for scaling in found if scaling.layout != "all"]
+        if moved:
+            _match_means(part, moved, x, batch.context, before)  # type: ignore[arg-type]
+            after = part(x, batch.context)
+        x = after
+
+
+def _match_means(part: Bijection, nets: list[Ranged], x: Tensor, context: Tensor | None, aim: Tensor) -> None:
+    """Set the shifts of the nets of a block such that the mean of every channel that it gives is that of `aim`.
+
+    In a coupling each shift moves one channel, in proportion: two gradients tell which and by how much. Where a shift moves several, as in
+    a block of two couplings, the whole Jacobian is taken, up to 64 channels. Shifts that do not come out finite stay 0.
+    """
+    rows = slice(None) if x[0].numel() <= 1024 else slice(256)
+    given = None if context is None else context[rows]
+    axes = [k for k in range(aim.ndim) if k != 1]
+    for net in nets:
+        net.shift.requires_grad_(True)
+    shifts = [net.shift for net in nets]
+    try:
+        with torch.enable_grad():
+            means = part(x[rows], given).mean(axes)
+            wanted = (aim[rows].mean(axes) - means).detach().double()
+
+            def pulled(weights: Tensor) -> Tensor:
+                found = torch.autograd.grad(means @ weights.to(means), shifts, retain_graph=True, allow_unused=True)
+                return torch.cat([torch.zeros_like(s) if g is None else g for g, s in zip(found, shifts, strict=True)])
+
+            place = torch.arange(1, len(means) + 1, device=means.device)
+            slope, weighted = pulled(torch.ones_like(means)).double(), pulled(place).double()
+            channel = torch.where(slope == 0, torch.ones_like(slope), weighted / slope)
+            if bool(((channel - channel.round()).abs() < 1e-3).all()):
+                index = (channel.round().long() - 1).clamp(0, len(means) - 1)
+                step = torch.where(slope == 0, torch.zeros_like(slope), wanted[index] / slope)
+            elif len(means) <= 64:
+                rows_of = torch.stack([pulled(row) for row in torch.eye(len(means), device=means.device)]).double()
+                step = torch.linalg.pinv(rows_of, rtol=1e-6) @ wanted
+            else:
+                step = torch.zeros_like(slope)
+    except RuntimeError:  # a block without a gradient
+        step = torch.zeros(sum(map(len, shifts)), dtype=torch.float64)
+    step = torch.where(torch.isfinite(step), step, torch.zeros_like(step))
+    for net, some in zip(nets, step.split([len(s) for s in shifts]), strict=True):
+        net.shift.requires_grad_(False)
+        net.shift.copy_(some)
 
 
 class _Range:

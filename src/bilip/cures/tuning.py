@@ -230,13 +230,13 @@ def moved(batch: Any, like: Tensor) -> Any:
     return batch
 
 
-def scalar(found: Any) -> tuple[Tensor, dict[str, float]]:
-    """What a loss returned, as the scalar and the further numbers beside it."""
+def scalar(found: Any, caller: str = "cure") -> tuple[Tensor, dict[str, float]]:
+    """What a loss returned, as the scalar and the further numbers beside it; errors name the caller."""
     more: dict[str, float] = {}
     if isinstance(found, dict):
         if "loss" not in found:
             raise InputError(
-                f"cure(loss=...): it returned a mapping of {', '.join(map(str, found))}; expected one with 'loss'."
+                f"{caller}(loss=...): it returned a mapping of {', '.join(map(str, found))}; expected one with 'loss'."
             )
         more = {k: float(v) for k, v in found.items() if k != "loss"}
         found = found["loss"]
@@ -244,7 +244,7 @@ def scalar(found: Any) -> tuple[Tensor, dict[str, float]]:
         given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if isinstance(found, Tensor) and found.is_complex():
             given = "a complex number"
-        raise InputError(f"cure(loss=...): it returned {given}, expected a scalar tensor.")
+        raise InputError(f"{caller}(loss=...): it returned {given}, expected a scalar tensor.")
     return found.reshape(()), more
 
 
@@ -276,8 +276,10 @@ def held_out_loss(treated: Treated, tuning: Tuning, loss: Loss | None = None) ->
             size = len(first_of(batch)) if hasattr(first_of(batch), "__len__") else 1
             try:
                 value, more = _called(loss or tuning.loss, treated, batch)
-            except InputError:
-                raise
+            except InputError as error:
+                if str(error).startswith("cure("):
+                    raise
+                raise InputError(f"cure(train=...): the model does not take its batches. {error}") from error
             except Exception as error:
                 raise InputError(f"cure(loss=...): it raised {said_by(error)} on a held-out batch.") from error
             for name, number in ({"loss": float(value)} | more).items():
@@ -397,7 +399,7 @@ class _Optimizer:
         weights = [p for module in modules for p in module.parameters() if p.is_floating_point() and p.requires_grad]
         self.weights = list({id(p): p for p in weights}.values())
         if not self.weights:
-            raise Skipped("every parameter is frozen: set requires_grad of those that may be tuned")
+            raise Skipped("no parameter may be tuned: there is none, or all are frozen (requires_grad is False)")
         self.optimizer = torch.optim.Adam(self.weights, lr=tuning.rate)
         self.lost_in_a_row = 0
 
