@@ -182,6 +182,45 @@ INSIDE = {
 }
 
 
+class LouderFlow(bilip.Flow):
+    def inverse(self, z, context=None):
+        return 100 * self.bijection.inverse(z, context)
+
+
+class RenamedFlow(bilip.Flow):
+    def log_prob(self, x, context=None):
+        return super().log_prob(x, context) / 4
+
+
+FLOWS = {
+    "hook": lambda: hooked(bilip.Flow(additive())),
+    "pre-hook": lambda: pre_hooked(bilip.Flow(additive())),
+    "forward patched": lambda: patched(bilip.Flow(additive()), "forward"),
+    "inverse patched": lambda: patched(bilip.Flow(additive()), "inverse"),
+    "inverse overridden": lambda: LouderFlow(additive()),
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_flow_whose_map_is_another_one_has_no_bound(name):
+    flow = FLOWS[name]()
+    for prove in (lambda: flow.bounds(BOX), lambda: flow.enclose(BOX), lambda: flow.enclose_inverse(BOX)):
+        with pytest.raises(UnknownLipschitz, match="no bound can be proved"):
+            prove()
+    assert flow.bijection.bounds(BOX).forward < 2
+
+
+def test_a_flow_with_another_log_prob_keeps_its_bounds():
+    assert RenamedFlow(block := additive()).bounds(BOX).forward == block.bounds(BOX).forward
+
+
+def test_weights_without_numbers_have_no_bound():
+    block = AdditiveCoupling(nn.Linear(2, 2, device="meta"))
+    for prove in (lambda: block.bounds(BOX), lambda: block.enclose(BOX)):
+        with pytest.raises(UnknownLipschitz, match="device meta"):
+            prove()
+
+
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("name", ["hook", "forward patched", "forward overridden", "scale overridden"])
 def test_a_changed_block_is_found_inside(where, name):

@@ -321,7 +321,8 @@ class Bijection(nn.Module):
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if (odd := odd_tensor(value)) is not None:
                 raise UnknownLipschitz(
-                    f"{name!r} of {type(self).__name__} is {odd}, so no bound can be proved. Convert it to plain numbers first."
+                    f"{name!r} of {type(self).__name__} is {odd}, so no bound can be proved. Convert it to plain numbers, or load "
+                    "them, first."
                 )
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from bilip.blocks.bijection import Bijection
-from bilip.errors import InputError
+from bilip.errors import InputError, UnknownLipschitz
+from bilip.nets.readable import as_born, tampered
 
 __all__ = ["Flow"]
+
+_MAPS = ("__call__", "forward", "inverse", "forward_and_log_det", "inverse_and_log_det", "__getattr__")
+_PROOFS = ("bounds", "enclose", "enclose_inverse")
 
 
 class Flow(nn.Module):
@@ -60,8 +64,21 @@ class Flow(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name != "bijection" and hasattr(Bijection, name):
+            if name in _PROOFS:
+                self._require_itself()
             return getattr(self.bijection, name)
         return super().__getattr__(name)
+
+    def _require_itself(self) -> None:
+        """Raise unless the maps of the flow are those of its bijection, about which there are proofs."""
+        kinds = type(self).__mro__[: type(self).__mro__.index(Flow)]
+        own = next((name for part in (self, *kinds) for name in _MAPS if name in vars(part)), None)
+        why = tampered(self) if own is None else f"has a map {own} of its own"
+        if why is not None:
+            raise UnknownLipschitz(
+                f"{type(self).__name__} {why}, so no bound can be proved for it. Remove what changes it, or ask its bijection: "
+                "flow.bijection.bounds(...)."
+            )
 
     def base_log_prob(self, z: Tensor) -> Tensor:
         """Log p_Z(z), of shape `(batch,)`."""
@@ -110,3 +127,6 @@ class Flow(nn.Module):
         """Bits per dimension of dequantized data scaled to unit width, `(level + noise) / 2**bits`, shape `(batch,)`."""
         size = math.prod(x.shape[1:])
         return bits - self.log_prob(x, context) / (size * math.log(2))
+
+
+as_born(Flow)

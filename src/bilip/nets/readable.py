@@ -167,6 +167,8 @@ def odd_tensor(value: Tensor) -> str | None:
     """
     if type(value) not in (Tensor, nn.Parameter):
         return f"a tensor of class {type(value).__name__}"
+    if value.is_meta:
+        return "a tensor on the device meta, which has no numbers"
     return None if value.layout is torch.strided else f"a tensor of layout {value.layout}"
 
 
