@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,31 @@ __all__ = [
     "keeping",
     "noting",
     "rows",
+    "setting",
     "version_of",
 ]
 
+T = TypeVar("T")
 _KEEPING: ContextVar[bool] = ContextVar("keeping", default=False)
+
+
+class setting(Generic[T]):
+    """A context in which a context variable has a value, and afterwards the one that it had before.
+
+    Example:
+        >>> with setting(_KEEPING, True):
+        ...     keeping()
+        True
+    """
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self.variable, self.value = variable, value
+
+    def __enter__(self) -> None:
+        self.token = self.variable.set(self.value)
+
+    def __exit__(self, *error: object) -> None:
+        self.variable.reset(self.token)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -214,15 +235,6 @@ def noting(flags: list[Flag]) -> Iterator[None]:
         _LISTENING.remove(flags)
 
 
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    token = _KEEPING.set(True)
-    try:
-        yield
-    finally:
-        _KEEPING.reset(token)
-
-
 def keeping() -> bool:
     """Whether what is recorded now may read values that were computed before: no weight changes between its replays."""
     return _KEEPING.get()
@@ -297,7 +309,7 @@ class Replayed:
         return found
 
     def _record(self, inputs: tuple[Tensor, ...], found: Any) -> None:
-        with torch.cuda.device_of(inputs[0]), _kept():
+        with torch.cuda.device_of(inputs[0]), setting(_KEEPING, True):
             stream = torch.cuda.current_stream()
             try:
                 graph = self._recording(stream)

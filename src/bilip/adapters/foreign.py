@@ -20,7 +20,18 @@ from bilip.bounds import BlockBound, Box
 from bilip.errors import BilipError, InputError, NonFiniteParameters, NotInitialized, UnknownLipschitz, said_by
 from bilip.nets.readable import tampered
 
-__all__ = ["Base", "FlowBase", "Foreign", "ForeignBase", "compose", "drawing", "has_log_det", "per_sample", "reference"]
+__all__ = [
+    "Base",
+    "FlowBase",
+    "Foreign",
+    "ForeignBase",
+    "compose",
+    "drawing",
+    "embedded",
+    "has_log_det",
+    "per_sample",
+    "reference",
+]
 
 # Libraries some of whose blocks have a native block.
 _LIBRARIES = ("FrEIA", "nflows", "glasflow", "enflows", "flowcon", "normflows", "zuko", "pyro", "memcnn")
@@ -242,6 +253,11 @@ class Foreign(Bijection):
 
     def _get_name(self) -> str:
         return f"{type(self).__name__}[{self.kind}]"
+
+
+def embedded(embedding: nn.Module | None, context: Tensor | None) -> Tensor | None:
+    """A context as the blocks of a flow see it: through the embedding net, where there is one."""
+    return context if embedding is None or context is None else embedding(context)
 
 
 def per_sample(log_det: Any, like: Tensor) -> Tensor:

@@ -113,16 +113,11 @@ class Callables(Foreign):
         name = getattr(forward, "__name__", type(forward).__name__) if kind is None else kind
         super().__init__(Function(forward), kind=name)
         self.back = Function(inverse)
-        self.extra = nn.ModuleDict()
-        for key, function in (("forward", log_det), ("inverse", inverse_log_det)):
-            if function is not None:
-                self.extra[f"{key}_log_det"] = Function(function)
-        self._names = {
-            "forward": context_name(_signature(forward)),
-            "inverse": context_name(_signature(inverse)),
-            "forward_log_det": None if log_det is None else context_name(_signature(log_det)),
-            "inverse_log_det": None if inverse_log_det is None else context_name(_signature(inverse_log_det)),
-        }
+        extra = {"forward_log_det": log_det, "inverse_log_det": inverse_log_det}
+        given = {key: function for key, function in extra.items() if function is not None}
+        self.extra = nn.ModuleDict({key: Function(function) for key, function in given.items()})
+        named = {"forward": forward, "inverse": inverse, **given}
+        self._names = {key: context_name(_signature(function)) for key, function in named.items()}
         self._arguments = _arguments(inverse)
         self._layout: list[tuple[int, ...]] | None = None
         self._sequence: type = tuple

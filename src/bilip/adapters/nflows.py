@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip.adapters._inspect import comes_from, is_a, is_unchanged, no_inverse, require_own_map
-from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose, embedded
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, Indices, Permutation, SigmoidScale
 from bilip.bounds import log_of, log_product, log_sum
 from bilip.errors import UnknownLipschitz
@@ -69,14 +69,11 @@ class NflowsBlock(Foreign):
         super().__init__(module)
         self.embedding, self.library = embedding, library
 
-    def _embed(self, context: Tensor | None) -> Tensor | None:
-        return context if self.embedding is None or context is None else self.embedding(context)
-
     def encode(self, x: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
-        return self.module(x, context=self._embed(context))
+        return self.module(x, context=embedded(self.embedding, context))
 
     def decode(self, z: Tensor, context: Tensor | None, *, log_det: bool) -> tuple[Tensor, Any]:
-        return self.module.inverse(z, context=self._embed(context))  # type: ignore[operator]
+        return self.module.inverse(z, context=embedded(self.embedding, context))  # type: ignore[operator]
 
     def reshapes(self) -> bool:
         return any(kind.__name__ in _RESHAPING for kind in type(self.module).__mro__)
@@ -122,11 +119,11 @@ class NflowsBase(ForeignBase):
         super().__init__(module, bijection)
         self.embedding = embedding
 
-    def _given(self, context: Tensor | None) -> dict[str, Tensor]:
+    def _given(self, context: Tensor | None) -> dict[str, Any]:
         # Distributions without a context of their own would only repeat the draw.
         if context is None or is_a(self.module, "StandardNormal", *FAMILY):
             return {}
-        return {"context": context if self.embedding is None else self.embedding(context)}
+        return {"context": embedded(self.embedding, context)}
 
     def draw(self, module: Any, count: int, context: Tensor | None) -> Tensor:
         given = self._given(context)

@@ -133,11 +133,10 @@ def apply_fresh(transform: Any, x: Tensor, *, inverse: bool, log_det: bool) -> t
         if inverse:
             out = transform._inv_call(x)
             value = -transform.log_abs_det_jacobian(out, x) if log_det else None
-            dims, like = transform.domain.event_dim, out
         else:
             out = transform(x)
             value = transform.log_abs_det_jacobian(x, out) if log_det else None
-            dims, like = transform.domain.event_dim, x
+        like, dims = out if inverse else x, transform.domain.event_dim
         return out, None if value is None else event_log_det(value, like, dims)
     finally:
         torch.set_default_dtype(before)
@@ -338,12 +337,12 @@ def _recognise_conditional(model: Any, shape: Sequence[int] | None) -> tuple[Bij
     require_own_map(model, ("condition",), "pyro")
     blocks = list(_conditional_blocks(list(model.transforms), reverse=True))
     base = model.base_dist
-    if is_a(base, "ConstantConditionalDistribution", "pyro"):
-        if shape is None:
-            shape = tuple(base.base_dist.batch_shape + base.base_dist.event_shape) or None
-        bijection = compose(blocks, shape)
-        return bijection, DistributionBase(base.base_dist, bijection), "pyro"
+    constant = is_a(base, "ConstantConditionalDistribution", "pyro")
+    if constant and shape is None:
+        shape = tuple(base.base_dist.batch_shape + base.base_dist.event_shape) or None
     bijection = compose(blocks, shape)
+    if constant:
+        return bijection, DistributionBase(base.base_dist, bijection), "pyro"
     return bijection, ConditionalBase(base, bijection) if isinstance(base, nn.Module) else None, "pyro"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, is_unchanged, require_own_map
 from bilip.adapters._proofs import Joint, SoftclipExpScale, rearranged
-from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose
+from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose, embedded
 from bilip.adapters.torch_distributions import event_log_det, require_inverse
 from bilip.blocks import AffineCoupling, Bijection, Indices, Invert, Permutation
 from bilip.errors import InputError
@@ -86,8 +86,7 @@ class ZukoBlock(Foreign):
         self.stochastic_log_det = getattr(module, "exact", True) is False
 
     def _build(self, context: Tensor | None) -> Any:
-        given = context if self.embedding is None or context is None else self.embedding(context)
-        transform = self.module(given)
+        transform = self.module(embedded(self.embedding, context))
         require_inverse(transform)
         return transform
 
@@ -158,12 +157,9 @@ class ZukoBase(ForeignBase):
         super().__init__(module, bijection)
         self.embedding = embedding
 
-    def _build(self, module: nn.Module, context: Tensor | None) -> Any:
-        return module(context if self.embedding is None or context is None else self.embedding(context))
-
     def draw(self, module: nn.Module, count: int, context: Tensor | None) -> Tensor:
-        base = self._build(module, context)
+        base = module(embedded(self.embedding, context))
         return base.sample(() if base.batch_shape else (count,))
 
     def density(self, module: nn.Module, z: Tensor, context: Tensor | None) -> Tensor:
-        return self._build(module, context).log_prob(z)
+        return module(embedded(self.embedding, context)).log_prob(z)

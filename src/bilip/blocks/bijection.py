@@ -247,15 +247,11 @@ class Bijection(nn.Module):
     ) -> Step:
         if max(log_forward, log_inverse) == float("inf") and not before.asked_bounded:
             where = f"block {name} ({type(self).__name__})" if name else type(self).__name__
-            box = (
-                "bilip.Box(-4, 4)"
-                if before.box.shape
-                else "bilip.Box(-4, 4, shape=(2,)), with the shape of one sample,"
-            )
+            end = ")" if before.box.shape else ", shape=(2,)), with the shape of one sample,"
             raise NoGlobalBound(
                 f"{where} has no Lipschitz constant that holds on all of space: its Jacobian grows with its input. "
-                f"Pass a box, for example bounds({box}) or --box -4 4 on the command line, for a constant that holds there; "
-                "or use additive coupling, which has a global one."
+                f"Pass a box, for example bounds(bilip.Box(-4, 4{end}) or --box -4 4 on the command line, for a constant that "
+                "holds there; or use additive coupling, which has a global one."
             )
         row = BlockBound(name or "0", type(self).__name__, log_forward, log_inverse, output.magnitude)
         return Step(log_forward, log_inverse, after, (row,))

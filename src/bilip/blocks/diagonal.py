@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing, version_of
+from bilip._torch import capturing, setting, version_of
 from bilip.blocks.bijection import Bijection
 from bilip.bounds import TINY, Box, as_float64, log_of
 from bilip.errors import InputError, NotInitialized
@@ -127,8 +127,7 @@ class DiagonalScaling(_Diagonal):
 _SUM: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("sum_over_processes", default=None)
 
 
-@contextlib.contextmanager
-def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """While it is open, ActNorms start from the batches of all processes; every process has to run the same model.
 
     Args:
@@ -139,11 +138,7 @@ def shared_statistics(sum_over_processes: Callable[[Tensor], Tensor]) -> Iterato
         >>> with shared_statistics(lambda value: value):  # one process
         ...     _ = block(torch.randn(8, 1))
     """
-    token = _SUM.set(sum_over_processes)
-    try:
-        yield
-    finally:
-        _SUM.reset(token)
+    return setting(_SUM, sum_over_processes)
 
 
 def _sum(value: Tensor) -> Tensor:

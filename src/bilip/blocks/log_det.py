@@ -24,11 +24,11 @@ Reference: Chen et al., *Residual Flows for Invertible Generative Modeling*, 201
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bilip import _linalg
+from bilip._torch import setting
 from bilip.blocks._nets import require_shape
 from bilip.errors import InputError
 from bilip.nets.replay import Conditions, hooks_wait, leaves_behind
@@ -255,8 +256,7 @@ class Roulette:
         return weighted_series(g, x, self.weights(self.exact_terms + further), v)[1]
 
 
-@contextlib.contextmanager
-def one_draw(drawn: Mapping[Roulette, int] | None = None) -> Iterator[None]:
+def one_draw(drawn: Mapping[Roulette, int] | None = None) -> AbstractContextManager[None]:
     """Inside, an estimator with `shared` draws its number of further terms once; inside of another such context, that one counts.
 
     Args:
@@ -269,11 +269,7 @@ def one_draw(drawn: Mapping[Roulette, int] | None = None) -> Iterator[None]:
         3
     """
     before = _DRAWN.get()
-    token = _DRAWN.set(dict(drawn or {}) if before is None else before)
-    try:
-        yield
-    finally:
-        _DRAWN.reset(token)
+    return setting(_DRAWN, dict(drawn or {}) if before is None else before)
 
 
 def drawn_now() -> dict[Roulette, int] | None:
@@ -282,14 +278,9 @@ def drawn_now() -> dict[Roulette, int] | None:
     return None if drawn is None else dict(drawn)
 
 
-@contextlib.contextmanager
-def drawn_again(drawn: Mapping[Roulette, int] | None) -> Iterator[None]:
+def drawn_again(drawn: Mapping[Roulette, int] | None) -> AbstractContextManager[None]:
     """Inside, these numbers are drawn already and others not, whatever the context around it says: as it was at `drawn_now`."""
-    token = _DRAWN.set(None if drawn is None else dict(drawn))
-    try:
-        yield
-    finally:
-        _DRAWN.reset(token)
+    return setting(_DRAWN, None if drawn is None else dict(drawn))
 
 
 def probes(x: Tensor, samples: int | None) -> Tensor:

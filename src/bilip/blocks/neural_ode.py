@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bilip._torch import can_be_read, is_transformed
 from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
+from bilip.blocks.log_det import probes
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, SolverFailed, need
 from bilip.nets import certify
@@ -125,9 +126,7 @@ class NeuralODE(Bijection):
 
     def _with_trace(self, x: Tensor, context: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
         """Integrate the state and the trace of the Jacobian together."""
-        probe = (
-            torch.randint(0, 2, x.shape, device=x.device).to(x.dtype) * 2 - 1 if self.trace == "hutchinson" else None
-        )
+        probe = probes(x, 1)[0] if self.trace == "hutchinson" else None
         wants_graph = torch.is_grad_enabled()
 
         def augmented(t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

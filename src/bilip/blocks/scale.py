@@ -220,8 +220,7 @@ class TanhExpScale(Scale):
 
     def suprema(self, low: Tensor, high: Tensor) -> Suprema:
         c = self.clamp
-        # With u = tanh s: c (1 - u^2) e^{cu} peaks at u = (sqrt(1 + c^2) - 1) / c, and c (1 - u^2) e^{-cu} at minus
-        # that.
+        # With u = tanh s: c (1 - u^2) e^{cu} peaks at u = (sqrt(1 + c^2) - 1) / c, c (1 - u^2) e^{-cu} at minus that.
         peak = math.atanh((math.sqrt(1 + c * c) - 1) / c)
 
         def log_slope(sign: int) -> Tensor:

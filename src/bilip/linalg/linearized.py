@@ -153,14 +153,10 @@ class LinearPart:
         """The Jacobians at all points, `(batch, outputs, inputs)`, from one product with every direction."""
         if self._dense is None:
             count, size = len(self.x), self.x[0].numel()
-            eye = (
-                torch.eye(size, dtype=self.x.dtype, device=self.x.device)
-                .repeat(count, 1)
-                .reshape(-1, *self.x.shape[1:])
-            )
+            eye = torch.eye(size, dtype=self.x.dtype, device=self.x.device).repeat(count, 1)
             points = self.x.repeat_interleave(size, 0)
             context = None if self.context is None else self.context.repeat_interleave(size, 0)
-            columns = jvp(lambda y: self.part(y.clone(), context), points, eye).flatten(1)
+            columns = jvp(lambda y: self.part(y.clone(), context), points, eye.view_as(points)).flatten(1)
             self._dense = columns.reshape(count, size, -1).mT.contiguous()
         return self._dense
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def residual_flow(
                 "factor_out and dense_blocks are for images."
             )
         sizes = (128,) * 4 if hidden is None else (hidden,) if isinstance(hidden, int) else tuple(hidden)
-        return Chain(*start, *held.on_vectors(shape, blocks, sizes, context, actnorm=bool(actnorm)), shape=(shape,))
+        return Chain(*start, *held.dense(blocks, shape, sizes, context, actnorm=bool(actnorm)), shape=(shape,))
     shape, scales, width = _image_sizes(shape, blocks, hidden, squeeze_first, context)
     normalised = actnorm is None or actnorm
 
@@ -83,7 +84,9 @@ def residual_flow(
         for j in range(scales[k]):
             chain += held.conv(shape[0], width, actnorm=normalised, preactivate=k > 0 or j > 0)
         if k == len(scales) - 1:
-            return chain + held.on_flat(shape, dense_blocks, dense_hidden, actnorm=normalised)
+            flat = [Flatten(shape)] if dense_blocks else []
+            size = math.prod(shape)
+            return chain + flat + held.dense(dense_blocks, size, (dense_hidden,), actnorm=normalised, begins=False)
         if not factor_out:
             return chain + from_scale(k + 1, shape)
         kept = ((shape[0] + 1) // 2, *shape[1:])
@@ -126,27 +129,17 @@ class _Held:
     coefficient: float
     recompute: bool
 
-    def on_vectors(
-        self, size: int, count: int, hidden: Sequence[int], context: int, *, actnorm: bool
+    def dense(
+        self, count: int, size: int, hidden: Sequence[int], context: int = 0, *, actnorm: bool, begins: bool = True
     ) -> list[Bijection]:
+        """Blocks on vectors, each begun by an activation, but for the first of a flow, and for all that see a context."""
+        options = {"hidden": hidden, "activation": self.activation, "context": context, "lipschitz": self.coefficient}
         chain: list[Bijection] = []
         for k in range(count):
-            chain += self.dense(size, hidden, context, actnorm=actnorm, preactivate=k > 0 and not context)
+            chain += [ActNorm(size)] if actnorm else []
+            net = MLP(size, size, **options)
+            chain.append(self._residual(net, not context and (k > 0 or not begins)))
         return chain
-
-    def on_flat(self, shape: tuple[int, ...], count: int, hidden: int, *, actnorm: bool) -> list[Bijection]:
-        flat = Flatten(shape)
-        chain: list[Bijection] = [flat] if count else []
-        for _ in range(count):
-            chain += self.dense(flat.size, (hidden,), actnorm=actnorm, preactivate=True)
-        return chain
-
-    def dense(
-        self, size: int, hidden: Sequence[int], context: int = 0, *, actnorm: bool, preactivate: bool
-    ) -> list[Bijection]:
-        start = [ActNorm(size)] if actnorm else []
-        net = MLP(size, size, hidden=hidden, activation=self.activation, context=context, lipschitz=self.coefficient)
-        return [*start, self._residual(net, preactivate)]
 
     def conv(self, channels: int, hidden: int, *, actnorm: bool, preactivate: bool) -> list[Bijection]:
         start = [ActNorm(channels)] if actnorm else []

@@ -9,9 +9,9 @@ in float64 and widened by a bound on their own rounding.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bilip._torch import setting
 from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
@@ -54,19 +55,14 @@ def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
     return None if part is None else (part.start, part.stop)
 
 
-@contextlib.contextmanager
-def remembering() -> Iterator[None]:
+def remembering() -> AbstractContextManager[None]:
     """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile.
 
     What is remembered is as old as the context, so that no proof speaks of weights that have changed since. A cache that outlives a proof
     could not promise that: no counter moves when somebody writes through `weight.data` or sets `Declared.lipschitz`. And it is no
     argument, because it would have to go through the methods with which blocks of users state what is proved about them.
     """
-    token = _MEMO.set({} if _MEMO.get() is None else _MEMO.get())
-    try:
-        yield
-    finally:
-        _MEMO.reset(token)
+    return setting(_MEMO, {} if _MEMO.get() is None else _MEMO.get())
 
 
 def _remembered(key: tuple[Any, ...], owner: nn.Module, compute: Callable[[], T]) -> T:

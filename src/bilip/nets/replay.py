@@ -69,10 +69,13 @@ class Seeds:
     def rewind(self) -> None:
         """The generators as they were before the first unit."""
         if -1 in self.states:
-            host, on_device = self.states[-1]
-            torch.set_rng_state(host)
-            if on_device is not None:
-                torch.cuda.set_rng_state(on_device, self.device)
+            self._restore(-1)
+
+    def _restore(self, k: int) -> None:
+        host, on_device = self.states[k]
+        torch.set_rng_state(host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self.device)
 
     def remember(self, k: int) -> None:
         """Keep the present state under `k`."""
@@ -106,10 +109,7 @@ class Seeds:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            host, on_device = self.states[k]
-            torch.set_rng_state(host)
-            if on_device is not None:
-                torch.cuda.set_rng_state(on_device, self.device)
+            self._restore(k)
             yield
 
 

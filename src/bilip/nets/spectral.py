@@ -25,9 +25,9 @@ smaller than the convolution's, and it approaches that norm from below.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip._torch import EvalCache, can_be_read, capturing, version_of
+from bilip._torch import EvalCache, can_be_read, capturing, setting, version_of
 from bilip.errors import InputError
 from bilip.nets.norms import conv_symbol, gram_bounds, gram_norm
 
@@ -284,8 +284,7 @@ def certify_anew(layers: Iterable[Held], *, slack: float = SLACK, in_place: bool
     return count
 
 
-@contextlib.contextmanager
-def held_together(layers: Iterable[Held]) -> Iterator[None]:
+def held_together(layers: Iterable[Held]) -> AbstractContextManager[None]:
     """Inside, the weights that act are computed for all layers of one shape at once: on a device, each launch counts.
 
     Only where they would be computed anew anyway: with gradients to them, and outside of transforms. Every layer keeps a graph of its
@@ -302,22 +301,12 @@ def held_together(layers: Iterable[Held]) -> Iterator[None]:
         and not layer.weight.is_inference()
     ]
     found = _known(wanted) if wanted else {}
-    token = _TOGETHER.set({**before, **found}) if found else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _TOGETHER.reset(token)
+    return setting(_TOGETHER, {**before, **found}) if found else nullcontext()
 
 
-@contextlib.contextmanager
-def again(known: Mapping[nn.Module, _Known]) -> Iterator[None]:
+def again(known: Mapping[nn.Module, _Known]) -> AbstractContextManager[None]:
     """Inside, layers act with the weights they had inside another `held_together`: what is evaluated again is the same."""
-    token = _TOGETHER.set(known)
-    try:
-        yield
-    finally:
-        _TOGETHER.reset(token)
+    return setting(_TOGETHER, known)
 
 
 def pinned(module: nn.Module) -> Mapping[nn.Module, _Known]:

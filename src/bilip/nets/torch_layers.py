@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,24 @@ def _after(act: Callable[[Tensor], Tensor]) -> Callable[[Shape], Shape]:
     return lambda shape: tuple(act(torch.empty((1, *shape), dtype=torch.float64, device="meta")).shape[1:])
 
 
+def _unrounded(
+    layer: nn.Module,
+    constant: Callable[[Shape | None], float],
+    act: Callable[[Tensor], Tensor],
+    *,
+    fresh: bool = True,
+) -> _Map:
+    """A layer each of whose outputs is one of its inputs, or a number, and grows with its inputs: nothing is rounded."""
+    return _Map(
+        layer,
+        constant,
+        lambda box: Box(act(box.low[None])[0], act(box.high[None])[0]),
+        lambda v: (act(v), torch.zeros(len(v), dtype=torch.float64, device=v.device)),
+        _after(act),
+        fresh,
+    )
+
+
 # ---- normalisation
 
 
@@ -106,24 +125,20 @@ def _batch_norm(layer: Any) -> Reading:
 @reader.register(nn.LayerNorm)
 def _layer_norm(layer: nn.LayerNorm) -> Reading:
     dims = len(layer.normalized_shape)
-    return _normalised(layer, lambda v: v.flatten(-dims), lambda v, shape: v.view(shape), lambda p, shape: p)
+    return _normalised(layer, lambda v: v.flatten(-dims), lambda p, shape: p)
 
 
 @reader.register(nn.GroupNorm)
 def _group_norm(layer: nn.GroupNorm) -> Reading:
     groups = layer.num_groups
     return _normalised(
-        layer,
-        lambda v: v.reshape(len(v), groups, -1),
-        lambda v, shape: v.view(shape),
-        lambda p, shape: p.view(-1, *[1] * (len(shape) - 2)),
+        layer, lambda v: v.reshape(len(v), groups, -1), lambda p, shape: p.view(-1, *[1] * (len(shape) - 2))
     )
 
 
 def _normalised(
     layer: Any,
     group: Callable[[Tensor], Tensor],
-    ungroup: Callable[[Tensor, Sequence[int]], Tensor],
     spread: Callable[[Tensor, Sequence[int]], Tensor],
 ) -> Reading:
     r"""$x \mapsto w\,h(Px) + b$ on each group of $n$ entries, with $P$ taking off the mean and $h(u) = u / s$, $s^2 = |u|^2/n + \epsilon$.
@@ -154,7 +169,7 @@ def _normalised(
         parts = group(v)
         size = parts.shape[-1]
         centred = parts - parts.mean(-1, keepdim=True)
-        image = finish(ungroup(centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt(), v.shape))
+        image = finish((centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt()).view(v.shape))
         shift = 0.0 if bias is None else norms(spread(bias, v.shape).to(v).expand(v.shape))
         share = 2 * (size + 8) * EPS
         own = constant * norms(share * v) + norms(share * image) + share * shift
@@ -175,12 +190,6 @@ def _windows(size: int, stride: int, dilation: int = 1) -> int:
     return max(sum(k * dilation % stride == rest for k in range(size)) for rest in range(stride))
 
 
-def _register_pools() -> None:
-    for dims in (1, 2, 3):
-        reader.register(getattr(nn, f"MaxPool{dims}d"), lambda layer, dims=dims: _max_pool(layer, dims))
-        reader.register(getattr(nn, f"AvgPool{dims}d"), lambda layer, dims=dims: _average_pool(layer, dims))
-
-
 def _max_pool(layer: Any, dims: int) -> Reading | None:
     r"""$|\max x_W - \max y_W| \le |(x - y)_W|$ for each window, so the constant is the root of the number of windows that share a pixel."""
     if layer.return_indices:
@@ -194,13 +203,7 @@ def _max_pool(layer: Any, dims: int) -> Reading | None:
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
         return pool(v, size, stride, padding, dilation, layer.ceil_mode)
 
-    return _Map(
-        layer,
-        lambda shape: math.sqrt(shared) * (1 + EPS),
-        lambda box: Box(act(box.low[None])[0], act(box.high[None])[0]),
-        lambda v: (act(v), torch.zeros(len(v), dtype=torch.float64, device=v.device)),
-        _after(act),
-    )
+    return _unrounded(layer, lambda shape: math.sqrt(shared) * (1 + EPS), act)
 
 
 def _average_pool(layer: Any, dims: int) -> Reading | None:
@@ -248,12 +251,6 @@ _MODES = {
 }
 
 
-def _register_pads() -> None:
-    for kind, mode in _MODES.items():
-        for dims in (1, 2, 3):
-            reader.register(getattr(nn, f"{kind}Pad{dims}d"), lambda layer, mode=mode: _pad(layer, mode))
-
-
 def _pad(layer: Any, mode: str) -> Reading | None:
     """Constants beside the entries change no distance; copies of entries do, by the root of their largest number."""
     around = [int(p) for p in layer.padding]
@@ -264,14 +261,8 @@ def _pad(layer: Any, mode: str) -> Reading | None:
     def act(v: Tensor) -> Tensor:
         return F.pad(v, around, mode, fill) if mode == "constant" else F.pad(v, around, mode)
 
-    return _Map(
-        layer,
-        lambda shape: math.sqrt(copies(around, mode, shape)) * (1 + EPS),
-        lambda box: Box(act(box.low[None])[0], act(box.high[None])[0]),
-        lambda v: (act(v), torch.zeros(len(v), dtype=torch.float64, device=v.device)),
-        _after(act),
-        fresh=False,  # without padding it is a view
-    )
+    # Without padding it is a view.
+    return _unrounded(layer, lambda shape: math.sqrt(copies(around, mode, shape)) * (1 + EPS), act, fresh=False)
 
 
 # ---- rearrangement
@@ -333,6 +324,9 @@ def _conv_transpose(layer: Any) -> Reading | None:
     return _TransposedLinear(layer) if layer.padding_mode == "zeros" and layer.transposed else None
 
 
-_register_pools()
-_register_pads()
+for _dims in (1, 2, 3):
+    reader.register(getattr(nn, f"MaxPool{_dims}d"), partial(_max_pool, dims=_dims))
+    reader.register(getattr(nn, f"AvgPool{_dims}d"), partial(_average_pool, dims=_dims))
+    for _kind, _mode in _MODES.items():
+        reader.register(getattr(nn, f"{_kind}Pad{_dims}d"), partial(_pad, mode=_mode))
 as_born(*{part for kind in reader.registry for part in kind.__mro__ if part not in (object, nn.Module)})

@@ -263,18 +263,9 @@ class Watch:
 
     def report(self) -> GuardReport:
         """The present state."""
-        return GuardReport(
-            self.steps,
-            self.repaired,
-            self.warned,
-            dict(self.drift),
-            dict(self.worst),
-            {self.names[key]: size for key, size in self.anchors.items()},
-            self.tolerance,
-            self.spot_checks,
-            self.worst_angle,
-            self.worst_remaining,
-        )
+        plain = {name: getattr(self, name) for name in _PLAIN if name != "rest"}
+        anchors = {self.names[key]: size for key, size in self.anchors.items()}
+        return GuardReport(**plain, drift=dict(self.drift), worst=dict(self.worst), anchors=anchors)
 
     def state(self) -> dict[str, Any]:
         """Everything that is carried from step to step, as JSON values."""
@@ -314,17 +305,20 @@ class Watch:
         self.flag.note()
         self.rest, self.steps, self.repaired = max(0, self.rest - 1), self.steps + 1, self.repaired + 1
 
-    def lost(self) -> bool:
-        """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
-        text = "the memory-saving gradient is not finite"
+    def _act(self, text: str, harm: str = "") -> bool:
+        """Raise, warn or repair, as the guard says; whether the step has to be repaired."""
         if self.guard.action == "raise":
             raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
         if self.guard.action == "warn":
             self.warned += 1
-            warnings.warn(text, DriftWarning, stacklevel=2)
+            warnings.warn(f"{text}{harm}", DriftWarning, stacklevel=3)
             return False
         self.repaired += 1
         return True
+
+    def lost(self) -> bool:
+        """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
+        return self._act("the memory-saving gradient is not finite")
 
     def cancelled(self, found: float, limit: float) -> bool:
         """Act on calls whose gradients nearly cancel; whether the last of them is to be repaired. What the others gave is out already."""
@@ -357,14 +351,7 @@ class Watch:
     def react(self, name: str, total: float) -> bool:
         """Act on drift that has passed the limit at the input of this block; whether the step has to be repaired."""
         text = f"the memory-saving walk has drifted by {total:.1e} (allowed {self.tolerance:.1e}), first at the input of block {name}"
-        if self.guard.action == "raise":
-            raise DriftError(f"{text}. Use Guard(action='repair'), or train with a stability penalty.")
-        if self.guard.action == "warn":
-            self.warned += 1
-            warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
-            return False
-        self.repaired += 1
-        return True
+        return self._act(text, "; this gradient may be wrong")
 
     def anchor(self, inverse: bool, places: Sequence[tuple[int, str]], size: int) -> None:
         """Store these states from the next step on, in this order as far as they fit; rest if not even the first does."""
