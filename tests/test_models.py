@@ -111,6 +111,8 @@ def test_odd_channels():
         (lambda: models.glow((3, 8, 8), mixing="stir"), "'conv1x1', 'shuffle' or 'reverse'"),
         (lambda: models.glow((3, 8, 8), actnorm="maybe"), "'data', 'identity' or None"),
         (lambda: models.glow((3, 8, 8), blocks=0), "blocks=0"),
+        (lambda: models.glow((3, 8, 8), hidden=(64, 64)), r"hidden=\(64, 64\): expected a whole number"),
+        (lambda: models.real_nvp(4, hidden=64), "sizes of the hidden layers"),
         (lambda: models.glow((3, 8, 8), context=1), "levels=1"),
         (lambda: models.real_nvp(1), "2 features or more"),
         (lambda: models.real_nvp(4, scale="abs"), "is not known"),

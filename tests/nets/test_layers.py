@@ -171,6 +171,13 @@ def test_bad_sizes_and_contexts():
         MLP(0, 2)
     with pytest.raises(InputError, match="every size must be at least 1"):
         ConvNet(1, 1, hidden=0)
+    with pytest.raises(InputError, match=r"expected the sizes of the hidden layers"):
+        MLP(2, 2, hidden=8)
+    with pytest.raises(InputError, match=r"expected one number, the channels inside"):
+        ConvNet(1, 1, hidden=(8,))
+    for wrong in (lambda: MLP(2, 2, hidden=(4.5,)), lambda: MLP("2", 2), lambda: ConvNet(1, None)):
+        with pytest.raises(InputError, match="expected whole numbers"):
+            wrong()
     with pytest.raises(InputError, match="pass context="):
         MLP(2, 2, context=3)(torch.ones(1, 2))
     with pytest.raises(InputError, match=r"context has shape \(1, 2\)"):

@@ -182,8 +182,8 @@ def _check_choices(coupling: str, **counts: int) -> None:
     if coupling not in ("affine", "additive"):
         raise InputError(f"coupling={coupling!r}: expected 'affine' or 'additive'.")
     for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name}={count}: expected 1 or more.")
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"{name}={count!r}: expected a whole number, 1 or more.")
 
 
 def _image_shape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -134,6 +135,11 @@ class MLP(LayeredNet):
         lipschitz: float | None = None,
     ) -> None:
         super().__init__(in_features, context, dim=-1)
+        if not isinstance(hidden, Sequence):
+            raise InputError(
+                f"MLP(hidden={hidden!r}): expected the sizes of the hidden layers, for example hidden=(64, 64)."
+            )
+        _require_whole("MLP", in_features, out_features, *hidden, context)
         if min(in_features, out_features, *hidden, 1) < 1 or context < 0:
             raise InputError(
                 f"MLP({in_features}, {out_features}, hidden={tuple(hidden)}, context={context}): every size "
@@ -184,6 +190,11 @@ class ConvNet(LayeredNet):
         lipschitz: float | None = None,
     ) -> None:
         super().__init__(in_channels, context, dim=1)
+        if isinstance(hidden, Sequence):
+            raise InputError(
+                f"ConvNet(hidden={hidden!r}): expected one number, the channels inside, for example hidden=128."
+            )
+        _require_whole("ConvNet", in_channels, out_channels, hidden, context)
         if min(in_channels, out_channels, hidden) < 1 or context < 0:
             raise InputError(
                 f"ConvNet({in_channels}, {out_channels}, hidden={hidden}, context={context}): every size must "
@@ -228,6 +239,14 @@ class GainConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         # On the output, not in the kernel: fewer operators for the backward pass.
         return self._conv_forward(input, self.weight, self.bias) * (3 * self.log_gain).exp()[:, None, None]
+
+
+def _require_whole(kind: str, *sizes: object) -> None:
+    for size in sizes:
+        try:
+            operator.index(size)  # type: ignore[arg-type]
+        except TypeError:
+            raise InputError(f"{kind}: a size is {size!r}; expected whole numbers.") from None
 
 
 def _share_of(lipschitz: float | None, layers: int, activation: str) -> float | None:
