@@ -10,6 +10,7 @@ import ctypes
 import gc
 import math
 import multiprocessing
+import os
 import platform
 import sys
 import time
@@ -186,7 +187,8 @@ def command_line(*hidden: str) -> str:
             kept.append(word)
         elif "=" not in word:
             next(words, None)
-    return " ".join(["python", *kept])
+    several = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return " ".join([f"torchrun --nproc-per-node {several}" if several else "python", *kept])
 
 
 # ---- searches for counterexamples

@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from bilip.record import environment, read_json, to_plain, write_json
 
 USES = ("inversion", "sampling", "likelihood", "ood-inversion")
 WRONG = math.sqrt(2.0**-23)
+COLOURS = ("#009E73", "#0072B2", "#D55E00", "#CC79A7")
 # Of the big models: first what has to be known, so that a run whose time is over has it.
 ORDER = ("settings", "re-range", "arithmetic", "penalties", "replacements")
 
@@ -565,18 +567,55 @@ def write(path: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
     write_json(path, {"command": command_line("--data"), "seed": args.seed, "environment": environment(), **found})
 
 
-def figure(folder: Path) -> None:
-    """Errors before and after, per source."""
+def figures(folder: Path) -> None:
+    """The figures for which there are results."""
+    for name, draw in (("small", scatter), ("classifier", bars), ("glow", bars)):
+        if (folder / f"{name}.json").exists():
+            draw(folder, name)
+
+
+def bars(folder: Path, name: str) -> None:
+    """A big model: what is lost of each source by each way that was measured."""
     from matplotlib.figure import Figure
 
     from bilip.recipes.figures.style import save
     from bilip.report.plot import house
 
-    path = folder / "small.json"
-    if not path.exists():
-        return
+    found = read_json(folder / f"{name}.json")
+    rows = [row for row in found["rows"] if row.get("sources")]
+    sources, unit = list(rows[0]["sources"]), "accuracy" if "accuracy" in rows[0] else "bits_per_dim"
+    with house():
+        sheet = Figure(figsize=(6.6, 0.9 + 0.18 * len(rows) * (1 + len(sources))), layout="constrained")
+        axes = sheet.subplots()
+        for k, source in enumerate(sources):
+            places = [-(n + 0.8 * (k + 0.5) / len(sources)) for n in range(len(rows))]
+            shares = [100 * row["sources"][source]["bad"] for row in rows]
+            axes.barh(places, shares, 0.7 / len(sources), color=COLOURS[k], label=source)
+            for place, share in zip(places, shares, strict=True):
+                axes.text(share + 1, place, f"{share:.3g} %", va="center", fontsize=7)
+        labels = [f"{textwrap.fill(row['what'], 44)}\n{_quality(row, unit)}" for row in rows]
+        axes.set_yticks([-(n + 0.4) for n in range(len(rows))], labels)
+        axes.set(xlim=(0, 112), xlabel="share of samples that do not come back (%)")
+        axes.grid(axis="y", visible=False)
+        if len(sources) > 1:
+            sheet.legend(loc="outside upper right", ncols=len(sources))
+        save(sheet, folder / f"{name}.png")
+
+
+def _quality(row: dict[str, Any], unit: str) -> str:
+    return f"accuracy {100 * row[unit]:.2f} %" if unit == "accuracy" else f"{row[unit]:.3f} bits per dimension"
+
+
+def scatter(folder: Path, name: str) -> None:
+    """Errors of the small flows before and after, per source."""
+    from matplotlib.figure import Figure
+
+    from bilip.recipes.figures.style import save
+    from bilip.report.plot import house
+
+    path = folder / f"{name}.json"
     rows = [row for row in read_json(path)["flows"].values() if row.get("unsafe_before") and row["status"] == "cured"]
-    colours = {"data": "#009E73", "uniform": "#0072B2", "scaled:10": "#D55E00"}
+    colours = dict(zip(("data", "uniform", "scaled:10"), COLOURS, strict=False))
     top, bottom = 1e8, 1e-8
 
     def held(value: Any) -> float:
@@ -642,7 +681,7 @@ def main() -> None:
         big(args, "glow")
     if not (args.classifier or args.glow or args.figures):
         run_small(args)
-    figure(args.out)
+    figures(args.out)
 
 
 if __name__ == "__main__":
