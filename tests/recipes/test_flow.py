@@ -201,7 +201,7 @@ def test_a_sample_that_misses_its_tolerance_is_lost_and_no_other():
 
 
 def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
-    check_captured(RECIPE, "affine", tiny, tmp_path, data, device, monkeypatch)
+    check_captured(RECIPE, "affine", tiny, tmp_path, data, device, monkeypatch, replays=5)
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):

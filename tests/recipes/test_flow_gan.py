@@ -158,7 +158,8 @@ def test_the_slope_of_the_critic_is_that_of_its_score():
 
 
 def test_captured_steps_end_as_eager_ones(data, tmp_path, device, monkeypatch):
-    check_captured(RECIPE, "affine-flowgan", replace(CONFIG, steps=10), tmp_path, data, device, monkeypatch)
+    config = replace(CONFIG, steps=10)
+    check_captured(RECIPE, "affine-flowgan", config, tmp_path, data, device, monkeypatch, replays=2)
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
