@@ -165,7 +165,7 @@ def test_a_cache_gives_what_it_kept_only_to_recordings_that_ask_for_it(monkeypat
     cache, owner, weight = EvalCache(), torch.nn.Identity().eval(), torch.eye(2)
     first = cache.get(owner, weight, torch.exp)
     monkeypatch.setattr("bilip._torch.capturing", lambda x: True)
-    with _torch._kept():
+    with _torch.setting(_torch._KEEPING, True):
         assert cache.get(owner, weight, torch.exp) is first
         assert cache.get(owner, torch.eye(3), torch.exp).shape == (3, 3)
         assert cache.get(owner, weight, torch.exp) is not first  # emptied by the other shape
