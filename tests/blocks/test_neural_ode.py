@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ def test_discretisation_error_is_measured_apart():
     fine = NeuralODE(net, method="euler", options={"step_size": 0.025}).discretisation_error(x)
     assert 4 < float(coarse.median() / fine.median()) < 25  # first order
     assert float(NeuralODE(net).discretisation_error(x).max()) < 1e-3
+
+
+def test_a_first_call_in_inference_mode_leaves_gradients_possible(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchdiffeq"]:
+        monkeypatch.delitem(sys.modules, name)
+    block, x = NeuralODE(MLP(2, 2, activation="tanh", context=1)).double(), torch.randn(4, 2, dtype=torch.float64)
+    with torch.inference_mode():
+        block(x)
+    block(x).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
 
 
 @pytest.mark.parametrize("adjoint", [False, True])

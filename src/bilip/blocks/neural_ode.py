@@ -85,7 +85,8 @@ class NeuralODE(Bijection):
         return value
 
     def _integrate(self, state: Any, field: Any, backward: bool) -> Any:
-        torchdiffeq = need("torchdiffeq", "the neural ODE block", "ode")
+        with torch.inference_mode(False):  # the import makes its tables of coefficients, which gradients need later
+            torchdiffeq = need("torchdiffeq", "the neural ODE block", "ode")
         like = state[0] if isinstance(state, tuple) else state
         ends = [self.time, 0.0] if backward else [0.0, self.time]
         times = torch.tensor(ends, dtype=like.dtype, device=like.device)
