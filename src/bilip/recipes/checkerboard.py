@@ -35,45 +35,25 @@ ATTACK_RADIUS = 0.125
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules."""
 
-    Attributes:
-        couplings: Affine couplings; the paper's 100 blocks are 100 pairs.
-        blocks: Residual blocks.
-        hidden: Hidden layers of the coupling nets.
-        residual_hidden: Hidden layers of the residual branches.
-        activation: Of the coupling nets.
-        preactivate: Whether coupling nets begin with their activation.
-        coefficient: Certified constant of every residual branch.
-        batch: Samples in each step.
-        lr: Learning rate of Adam.
-        clip: Largest norm of a gradient.
-        steps: Training steps of the affine flows.
-        residual_lr: Learning rate of the residual flow.
-        residual_steps: Its training steps.
-        evaluate_every: Steps from one test loss to the next.
-        test: Test samples.
-        spacing: Of the grid on [-8, 8]^2.
-        attack_steps: Of the attack on the trained flows.
-    """
-
-    couplings: int = 200
-    blocks: int = 100
-    hidden: tuple[int, ...] = (128, 128, 128, 128)
-    residual_hidden: tuple[int, ...] = (128, 128, 128, 128)
-    activation: str = "scaled_swish"
-    preactivate: bool = True
-    coefficient: float = 0.8
-    batch: int = 500
-    lr: float = 1e-3
-    clip: float | None = None
-    steps: int = 50_000
-    residual_lr: float = 1e-3
-    residual_steps: int = 50_000
-    evaluate_every: int = 100
-    test: int = 10_000
-    spacing: float = 0.05
-    attack_steps: int = 30
+    couplings: int = 200  # affine couplings; the paper's 100 blocks are 100 pairs
+    blocks: int = 100  # residual blocks
+    hidden: tuple[int, ...] = (128, 128, 128, 128)  # hidden layers of the coupling nets
+    residual_hidden: tuple[int, ...] = (128, 128, 128, 128)  # hidden layers of the residual branches
+    activation: str = "scaled_swish"  # of the coupling nets
+    preactivate: bool = True  # whether coupling nets begin with their activation
+    coefficient: float = 0.8  # certified constant of every residual branch
+    batch: int = 500  # samples in each step
+    lr: float = 1e-3  # learning rate of Adam
+    clip: float | None = None  # largest norm of a gradient
+    steps: int = 50_000  # training steps of the affine flows
+    residual_lr: float = 1e-3  # learning rate of the residual flow
+    residual_steps: int = 50_000  # its training steps
+    evaluate_every: int = 100  # steps from one test loss to the next
+    test: int = 10_000  # test samples
+    spacing: float = 0.05  # of the grid on [-8, 8]^2
+    attack_steps: int = 30  # of the attack on the trained flows
 
     def __post_init__(self) -> None:
         require(self, free=("clip",))

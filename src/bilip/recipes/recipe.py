@@ -197,6 +197,8 @@ class Recipe(ABC):
         corrected: What is done otherwise than in the original code, and why.
         partial: Whether `lines` and `figures` can do with some of the parts, which then come in as they are measured, whatever the
             machine and the day.
+        named: From the name of a part to the run that it describes, with an `InputError` for a name that describes none; `None` where
+            `parts` lists all that there are.
     """
 
     name: str
@@ -207,6 +209,7 @@ class Recipe(ABC):
     matched: Sequence[str] = ()
     corrected: Sequence[str] = ()
     partial: bool = False
+    named: Callable[[str], object] | None = None
 
     @abstractmethod
     def parts(self, config: Any) -> Sequence[str]:
@@ -214,7 +217,13 @@ class Recipe(ABC):
 
     def has(self, part: str, config: Any) -> bool:
         """Whether there is such a part, for those who ask for it by name."""
-        return part in self.parts(config)
+        if self.named is None:
+            return part in self.parts(config)
+        try:
+            self.named(part)
+        except InputError:
+            return False
+        return True
 
     def defining(self, config: Any) -> dict[str, Any]:
         """What of a configuration a part depends on: a part that was begun with another one is not continued."""

@@ -31,33 +31,20 @@ __all__ = ["RECIPE", "Config"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules."""
 
-    Attributes:
-        widths: Of both hidden layers of every net: 128 says the paper, 10 its code. One model for each.
-        blocks: Affine blocks, each after an ActNorm and a reversal.
-        points: Of the data.
-        batch: Points in each step; all of them is the full batch.
-        lr: Learning rate of Adam.
-        steps: Training steps.
-        nf: Weights of the flow-likelihood penalty; one model for each.
-        fd: Weight of the finite-difference penalty.
-        fd_eps: Its step.
-        fd_every: Training steps from one such penalty to the next.
-        evaluate_every: Steps from one point of the curves to the next.
-    """
-
+    # Of both hidden layers of every net: 128 says the paper, 10 its code. One model for each.
     widths: tuple[int, ...] = (128, 10)
-    blocks: int = 24
-    points: int = 10_000
-    batch: int = 10_000
-    lr: float = 1e-4
-    steps: int = 40_000
-    nf: tuple[float, ...] = (1e-8, 1e-6)
-    fd: float = 1e-8
-    fd_eps: float = 0.1
-    fd_every: int = 10
-    evaluate_every: int = 200
+    blocks: int = 24  # affine blocks, each after an ActNorm and a reversal
+    points: int = 10_000  # of the data
+    batch: int = 10_000  # points in each step; all of them is the full batch
+    lr: float = 1e-4  # learning rate of Adam
+    steps: int = 40_000  # training steps
+    nf: tuple[float, ...] = (1e-8, 1e-6)  # weights of the flow-likelihood penalty; one model for each
+    fd: float = 1e-8  # weight of the finite-difference penalty
+    fd_eps: float = 0.1  # its step
+    fd_every: int = 10  # training steps from one such penalty to the next
+    evaluate_every: int = 200  # steps from one point of the curves to the next
 
     def __post_init__(self) -> None:
         require(self, filled=("widths", "nf") if self.nf else ("widths",), free=("nf",))

@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bilip import models
 from bilip.blocks import Bijection, Chain, Logit, Poisson, Residual, Roulette, Series
 
+ALPHA = 0.05  # of the logit that flows on images in [0, 1] begin with
 TERMS = 20  # of the series in evaluations
-
 MOST = 1000  # iterations of the original code's inverse
 
 
@@ -33,6 +35,21 @@ class Solved:
     before: Tensor
     converged: Tensor
     evaluations: int
+
+
+def make_residual(config: Any, **options: Any) -> Chain:
+    """A residual flow on images in [0, 1], of the size that a configuration of image flows states for it."""
+    trunk = models.residual_flow(
+        (3, config.side, config.side),
+        blocks=config.residual_blocks,
+        hidden=config.residual_hidden,
+        coefficient=config.coefficient,
+        logit=ALPHA,
+        recompute=config.recompute,
+        **options,
+    )
+    share_terms(trunk, config.exact_terms)
+    return trunk
 
 
 def share_terms(model: nn.Module, exact_terms: int) -> None:
