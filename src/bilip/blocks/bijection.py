@@ -24,19 +24,12 @@ FORMULAS = ("sharp", "paper")
 
 @dataclass(frozen=True)
 class Reach:
-    """A set enclosed twice: by a box, and by a ball around the image of one point.
+    """A set enclosed twice: by a box, and by a ball around the image of one point."""
 
-    Attributes:
-        box: Encloses the set.
-        center: Encloses the image of the starting box's centre; `None` when there is no ball.
-        log_radius: Log of the ball's radius: the product of the constants so far times the starting radius.
-        asked_bounded: Whether the proof began on a bounded set, so that an infinity now means overflow.
-    """
-
-    box: Box
-    center: Box | None
-    log_radius: float
-    asked_bounded: bool
+    box: Box  # encloses the set
+    center: Box | None  # encloses the image of the starting box's centre; `None` when there is no ball
+    log_radius: float  # log of the ball's radius: the product of the constants so far times the starting radius
+    asked_bounded: bool  # whether the proof began on a bounded set, so that an infinity now means overflow
 
     @classmethod
     def start(cls, box: Box) -> Reach:

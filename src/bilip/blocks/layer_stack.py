@@ -42,14 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Affine:
-    """A linear layer, or a convolution with zero padding, as a part of a `LayerStack`.
+    """A linear layer, or a convolution with zero padding, as a part of a `LayerStack`."""
 
-    Attributes:
-        tensors: The weight that acts, and the bias if there is one. The methods get them once more, as they were saved.
-        convolution: Stride, padding, dilation and groups; `None` for a linear layer.
-    """
-
+    # The weight that acts, and the bias if there is one. The methods get them once more, as they were saved.
     tensors: tuple[Tensor, ...]
+    # Stride, padding, dilation and groups; `None` for a linear layer.
     convolution: tuple[list[int], list[int], list[int], int] | None = None
 
     def value(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -171,15 +168,10 @@ class LipSwish(Activation):
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A map made of layers and activations, one after the other, for which products with the Jacobian are written out.
+    """A map made of layers and activations, one after the other, for which products with the Jacobian are written out."""
 
-    Attributes:
-        parts: The layers and activations.
-        channels_last: Whether images are convolved with the channels innermost.
-    """
-
-    parts: tuple[Affine | Activation, ...]
-    channels_last: bool = False
+    parts: tuple[Affine | Activation, ...]  # the layers and activations
+    channels_last: bool = False  # whether images are convolved with the channels innermost
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -246,21 +238,13 @@ class LayerStack:
 
 @dataclass
 class _Sums:
-    """A value of a stack and an estimate, with what their gradients need.
+    """A value of a stack and an estimate, with what their gradients need."""
 
-    Attributes:
-        value: g(x).
-        total: The estimate.
-        neumann: The weighted powers applied to each probe.
-        points: What is kept of what the parts are given.
-        tangents: The same of the tangents of the last probe.
-    """
-
-    value: Tensor
-    total: Tensor
-    neumann: list[Tensor]
-    points: list[Tensor]
-    tangents: list[Tensor]
+    value: Tensor  # g(x)
+    total: Tensor  # the estimate
+    neumann: list[Tensor]  # the weighted powers applied to each probe
+    points: list[Tensor]  # what is kept of what the parts are given
+    tangents: list[Tensor]  # the same of the tangents of the last probe
 
 
 @torch.no_grad()

@@ -310,27 +310,17 @@ def weighted_series(g: Map, x: Tensor, weights: Sequence[float], v: Tensor) -> t
 
 @dataclass
 class Pair:
-    """A value of g and an estimate, with what their gradients need.
-
-    Attributes:
-        g: The map.
-        v: The probes.
-        sums: The weighted powers applied to each probe.
-        value: g(x).
-        total: The estimate.
-        kept: The input and the value with the graph between them, until a backward pass has used it.
-        shared: Whether parts of that graph lie outside of g.
-        precision: The autocast of the forward pass.
-    """
+    """A value of g and an estimate, with what their gradients need."""
 
     g: Map
-    v: Tensor
-    sums: tuple[Tensor, ...]
-    value: Tensor | None
-    total: Tensor | None
+    v: Tensor  # the probes
+    sums: tuple[Tensor, ...]  # the weighted powers applied to each probe
+    value: Tensor | None  # g(x)
+    total: Tensor | None  # the estimate
+    # The input and the value with the graph between them, until a backward pass has used it.
     kept: tuple[Tensor, Tensor] | None
-    shared: bool
-    precision: Conditions
+    shared: bool  # whether parts of that graph lie outside of g
+    precision: Conditions  # the autocast of the forward pass
 
     def evaluated(self, x: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
         """An input and the value there, connected; for a second derivative the input has to be x itself."""

@@ -32,22 +32,15 @@ LogScale = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where an affine block has its raw scales.
+    """Where an affine block has its raw scales."""
 
-    Attributes:
-        owner: The module that holds the net.
-        attribute: Name of the net in it.
-        log_scale: log g as a function of the raw scale, monotone.
-        layout: Which outputs of the net are raw scales: `all`, the `first` or `second` half, every `even` or `odd` one, or `pair`
-            for a net that returns (shift, raw scale).
-        dim: Dimension of the outputs.
-    """
-
-    owner: nn.Module
-    attribute: str
-    log_scale: LogScale
+    owner: nn.Module  # the module that holds the net
+    attribute: str  # name of the net in it
+    log_scale: LogScale  # log g as a function of the raw scale, monotone
+    # Which outputs of the net are raw scales: `all`, the `first` or `second` half, every `even` or `odd` one, or
+    # `pair` for a net that returns (shift, raw scale).
     layout: str
-    dim: int = 1
+    dim: int = 1  # dimension of the outputs
 
     @property
     def net(self) -> nn.Module:

@@ -23,17 +23,11 @@ __all__ = ["Plain", "Stepwise", "Treated", "TreatedFlow", "copied", "wrapped"]
 
 @dataclass(frozen=True)
 class Treated:
-    """A copy of a model, perhaps changed.
+    """A copy of a model, perhaps changed."""
 
-    Attributes:
-        model: What the user calls: an object of their library, or a wrapper around one.
-        native: The object of their library, whose `state_dict` is saved.
-        adapted: The model as an audit takes it.
-    """
-
-    model: Any
-    native: Any
-    adapted: Adapted
+    model: Any  # what the user calls: an object of their library, or a wrapper around one
+    native: Any  # the object of their library, whose `state_dict` is saved
+    adapted: Adapted  # the model as an audit takes it
 
     @property
     def bijection(self) -> Bijection:

@@ -40,28 +40,19 @@ _MOST_HELD_OUT = 2048  # rows set aside at most
 
 @dataclass
 class Tuning:
-    """What fine-tuning needs.
+    """What fine-tuning needs."""
 
-    Attributes:
-        loss: `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are tuned along.
-        batches: Called for an endless stream of batches.
-        held_out: Batches on which the cost is measured.
-        held_out_from: Where these come from, in words.
-        steps: Largest number of steps.
-        rate: Learning rate of Adam.
-        clip: Largest norm of a gradient.
-        tf32: Whether the steps, not what is measured, multiply in TF32.
-        metrics: Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
-    """
-
+    # `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are
+    # tuned along.
     loss: Loss
-    batches: Callable[[], Iterator[Any]]
-    held_out: list[Any]
-    held_out_from: str
-    steps: int = 400
-    rate: float = 3e-4
-    clip: float = 1.0
-    tf32: bool = False
+    batches: Callable[[], Iterator[Any]]  # called for an endless stream of batches
+    held_out: list[Any]  # batches on which the cost is measured
+    held_out_from: str  # where these come from, in words
+    steps: int = 400  # largest number of steps
+    rate: float = 3e-4  # learning rate of Adam
+    clip: float = 1.0  # largest norm of a gradient
+    tf32: bool = False  # whether the steps, not what is measured, multiply in TF32
+    # Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -80,21 +80,13 @@ def copies(around: Sequence[int], mode: str, shape: Shape | None) -> int:
 
 @dataclass(frozen=True)
 class Affine:
-    """A linear or convolution layer in float64, as it acts.
-
-    Attributes:
-        weight: The weight.
-        bias: The bias.
-        conv: The layer, for a convolution.
-        cap: A bound on its norm, if it is held.
-        slack: How far each entry of the weight may be off, relative to it.
-    """
+    """A linear or convolution layer in float64, as it acts."""
 
     weight: Tensor
     bias: Tensor | None
-    conv: nn.Module | None = None
-    cap: float = math.inf
-    slack: float = 0.0
+    conv: nn.Module | None = None  # the layer, for a convolution
+    cap: float = math.inf  # a bound on its norm, if it is held
+    slack: float = 0.0  # how far each entry of the weight may be off, relative to it
 
     @property
     def _device(self) -> torch.device | None:

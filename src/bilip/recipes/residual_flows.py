@@ -22,18 +22,13 @@ MOST = 1000  # iterations of the original code's inverse
 
 @dataclass(frozen=True)
 class Solved:
-    """What came back from a chain of residual blocks.
+    """What came back from a chain of residual blocks."""
 
-    Attributes:
-        x: The inverse; NaN in the samples that some block did not invert to its tolerance.
-        before: The same before the last sigmoid, which would hide numbers that are too large; x itself without one.
-        converged: Which samples every block inverted to its tolerance.
-        evaluations: Evaluations of residual branches, for each block the most that a sample took, summed over the blocks.
-    """
-
-    x: Tensor
+    x: Tensor  # the inverse; NaN in the samples that some block did not invert to its tolerance
+    # The same before the last sigmoid, which would hide numbers that are too large; x itself without one.
     before: Tensor
-    converged: Tensor
+    converged: Tensor  # which samples every block inverted to its tolerance
+    # Evaluations of residual branches, for each block the most that a sample took, summed over the blocks.
     evaluations: int
 
 

@@ -14,24 +14,15 @@ from bilip.report.format import as_float, word, written
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure: traces and layout whose colours are names that the page's theme fills in.
-
-    Attributes:
-        title: Heading of the figure.
-        summary: One sentence computed from the numbers, for those who cannot see it.
-        data: Traces.
-        layout: Layout; the page adds fonts and colours.
-        height: In pixels.
-        square: Whether the figure keeps its proportions.
-    """
+    """A plotly figure: traces and layout whose colours are names that the page's theme fills in."""
 
     kind: ClassVar[str] = "figure"
-    title: str
-    summary: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-    height: int = 340
-    square: bool = False
+    title: str  # heading of the figure
+    summary: str  # one sentence computed from the numbers, for those who cannot see it
+    data: list[dict[str, Any]]  # traces
+    layout: dict[str, Any]  # layout; the page adds fonts and colours
+    height: int = 340  # in pixels
+    square: bool = False  # whether the figure keeps its proportions
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,16 @@ __all__ = ["SECTIONS"]
 
 @dataclass(frozen=True)
 class BySource:
-    """The section of a probe whose values say it all.
+    """The section of a probe whose values say it all."""
 
-    Attributes:
-        probe: Name of the probe.
-        title: The question that it answers.
-        lead: What was done, and how to read it.
-        caption: Heading of the table.
-        columns: Names of values, and what stands above them.
-        histogram: Name, heading and unit of a distribution to draw; empty for none.
-        threshold: The field of `Thresholds` beyond which the distribution is drawn as wrong.
-        pictures: Heading of the pictures, where the probe leaves some.
-    """
-
-    probe: str
-    title: str
-    lead: str
-    caption: str
-    columns: tuple[tuple[str, str], ...]
-    histogram: tuple[str, str, str] | None = None
-    threshold: str = ""
-    pictures: str = ""
+    probe: str  # name of the probe
+    title: str  # the question that it answers
+    lead: str  # what was done, and how to read it
+    caption: str  # heading of the table
+    columns: tuple[tuple[str, str], ...]  # names of values, and what stands above them
+    histogram: tuple[str, str, str] | None = None  # name, heading and unit of a distribution to draw; empty for none
+    threshold: str = ""  # the field of `Thresholds` beyond which the distribution is drawn as wrong
+    pictures: str = ""  # heading of the pictures, where the probe leaves some
 
     def __call__(self, record: AuditRecord) -> tuple[Section, ...]:
         """The table, the distribution and the pictures of a record."""
