@@ -68,17 +68,22 @@ class Facts:
 
     The interval encloses the image of an interval; the value is one number for each entry, as accurate as float64 allows. They
     are different functions: the end of an enclosure is no value.
+
+    Attributes:
+        lipschitz: Its Lipschitz constant, rounded up.
+        interval: The ends of the image of `[low, high]`, up to a few units in the last place.
+        value: The function in float64, up to a few units in the last place of its value and of its input.
+        excess: How far what torch computes may lie from the function beyond rounding, entry by entry; `None` for not at all.
+        fresh: Whether the result is a tensor of its own.
+        held: Whether the constant holds for all parameters, not only for the present ones.
     """
 
-    lipschitz: float  # its Lipschitz constant, rounded up
-    # The ends of the image of `[low, high]`, up to a few units in the last place.
+    lipschitz: float
     interval: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    # The function in float64, up to a few units in the last place of its value and of its input.
     value: Callable[[Tensor], Tensor]
-    # How far what torch computes may lie from the function beyond rounding, entry by entry; `None` for not at all.
     excess: Callable[[Tensor], Tensor] | None = None
-    fresh: bool = True  # whether the result is a tensor of its own
-    held: bool = True  # whether the constant holds for all parameters, not only for the present ones
+    fresh: bool = True
+    held: bool = True
 
     def log_lipschitz(
         self, shape: Shape | None = None, outputs: slice | None = None, inputs: slice | None = None

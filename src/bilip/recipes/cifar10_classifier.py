@@ -33,7 +33,7 @@ from bilip.recipes.images import (
     require_side,
     start_actnorms,
 )
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import angle
 from bilip.training import Task
@@ -55,24 +55,25 @@ WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guar
 class Config:
     """Sizes and schedules."""
 
-    side: int = 32  # height and width of the images; smaller than 32 they are averaged
-    images: int = 0  # training images; 0 for all there are
-    test: int = 0  # test images; 0 for all
-    levels: int = 3  # levels of the network
-    blocks: int = 16  # blocks a level
-    hidden: int = 128  # channels of the nets
-    batch: int = 128  # images in each step
-    epochs: int = 200  # passes through the images. The rate falls tenfold at 30, 60 and 80 % of them
-    lr: float = 1e-4  # learning rate of Adam
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=512)  # training images; 0 for all there are
+    test: int = sized(0, quick=512)  # test images; 0 for all
+    levels: int = sized(3, quick=2)  # levels of the network
+    blocks: int = sized(16, quick=4)  # blocks a level
+    hidden: int = sized(128, quick=32)  # channels of the nets
+    batch: int = sized(128, quick=64)  # images in each step
+    # Passes through the images. The rate falls tenfold at 30, 60 and 80 % of them.
+    epochs: int = sized(200, gpu=20, quick=40)
+    lr: float = sized(1e-4, quick=4e-3)  # learning rate of Adam
     start: int = 512  # images that the ActNorms start from
-    strength: float = 1.0  # factor of all coefficients of regularizers
+    strength: float = sized(1.0, quick=100.0)  # factor of all coefficients of regularizers
     fd_eps: float = 0.1  # step of the finite differences
-    fd_every: int = 10  # training steps from one such penalty to the next
-    evaluate_every: int = 2  # epochs from one evaluation to the next
-    inverted: int = 2048  # test images that are reconstructed during training; all of them in the end
-    spectra: int = 2  # images whose singular values are measured during training
-    spectra_end: int = 16  # and in the end
-    angle_batches: int = 40  # batches of the gradient angles
+    fd_every: int = sized(10, quick=5)  # training steps from one such penalty to the next
+    evaluate_every: int = sized(2, quick=20)  # epochs from one evaluation to the next
+    inverted: int = sized(2048, quick=512)  # test images that are reconstructed during training; all of them in the end
+    spectra: int = sized(2, quick=1)  # images whose singular values are measured during training
+    spectra_end: int = sized(16, quick=4)  # and in the end
+    angle_batches: int = sized(40, quick=4)  # batches of the gradient angles
     grid: int = 0  # epochs of each run of the coefficient grid; 0 to leave it out
 
     def __post_init__(self) -> None:
@@ -88,28 +89,7 @@ class Cifar10Classifier(Recipe):
     claim = (
         "Affine classifiers lose their inverse while they train; FD and NF regularizers keep it at the same accuracy."
     )
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=512,
-            test=512,
-            levels=2,
-            blocks=4,
-            hidden=32,
-            batch=64,
-            epochs=40,
-            lr=4e-3,
-            strength=100.0,
-            fd_every=5,
-            evaluate_every=20,
-            inverted=512,
-            spectra=1,
-            spectra_end=4,
-            angle_batches=4,
-        ),
-        "gpu": Config(epochs=20),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "7 minutes of one core, half of that on two",
         "gpu": "20 epochs; on one H200 in pieces of ten minutes that go on, with --jobs 5 under CUDA's MPS; not timed as a whole yet",

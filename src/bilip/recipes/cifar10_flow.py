@@ -41,7 +41,7 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, make_residual, solved_inverse
 from bilip.training import Task
 
@@ -55,50 +55,52 @@ MAY_BE_ZERO += ("residual_dense", "residual_warmup", "exact_terms")
 class Config:
     """Sizes and schedules."""
 
-    side: int = 32  # height and width of the images; smaller than 32 they are averaged
-    images: int = 0  # training images; 0 for all there are
-    test: int = 0  # test images; 0 for all
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=4096)  # training images; 0 for all there are
+    test: int = sized(0, quick=1000)  # test images; 0 for all
     bits: int = 8  # of a pixel and its dequantization
-    levels: int = 3  # levels of the network
-    blocks: int = 32  # blocks a level
-    hidden: int = 512  # channels of the nets
-    mixing: str = "reverse"  # `conv1x1`, `reverse` or `shuffle`
+    levels: int = sized(3, quick=2)  # levels of the network
+    blocks: int = sized(32, gpu=16, quick=8)  # blocks a level
+    hidden: int = sized(512, gpu=256, quick=32)  # channels of the nets
+    mixing: str = sized("reverse", gpu="conv1x1", quick="conv1x1")  # `conv1x1`, `reverse` or `shuffle`
     # Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
     prior: bool = True
     batch: int = 64  # images in each step
-    steps: int = 100_000  # training steps
-    optimizer: str = "adamax"  # `adam` or `adamax`
-    lr: float = 5e-4  # learning rate
-    warmup: int = 3905  # steps over which it grows
-    weight_decay: float = 5e-5  # see `Settings`
+    steps: int = sized(100_000, gpu=5000, quick=600)  # training steps
+    optimizer: str = sized("adamax", gpu="adam", quick="adam")  # `adam` or `adamax`
+    lr: float = sized(5e-4, quick=4e-3)  # learning rate
+    warmup: int = sized(3905, gpu=500, quick=50)  # steps over which it grows
+    weight_decay: float = sized(5e-5, gpu=0.0, quick=0.0)  # see `Settings`
     clip: float = 0.0  # largest norm of a gradient; 0 for any
     ema: float = 0.0  # decay of an average of the weights, which is then what is measured; 0 for none
     # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 640  # images that the ActNorms start from
-    looks: int = 20  # evaluations along training, evenly spaced
-    looked: int = 512  # images of each source that are reconstructed then
-    test_looked: int = 10_000  # test images whose likelihood is computed then
-    conditions: int = 2  # images of each source whose condition number is found, at about half of them
-    lanczos: int = 30  # steps of Lanczos' method for each
-    samples: int = 10_000  # samples drawn in the end
-    ood: int = 10_000  # images of each set that are reconstructed in the end
-    referenced: int = 10_000  # of them with a float64 reference of their likelihood
+    start: int = sized(640, quick=256)  # images that the ActNorms start from
+    looks: int = sized(20, gpu=10, quick=6)  # evaluations along training, evenly spaced
+    looked: int = sized(512, gpu=128, quick=128)  # images of each source that are reconstructed then
+    test_looked: int = sized(10_000, gpu=1000, quick=512)  # test images whose likelihood is computed then
+    conditions: int = sized(2, quick=1)  # images of each source whose condition number is found, at about half of them
+    lanczos: int = sized(30, gpu=12, quick=12)  # steps of Lanczos' method for each
+    samples: int = sized(10_000, gpu=2000, quick=500)  # samples drawn in the end
+    ood: int = sized(10_000, quick=500)  # images of each set that are reconstructed in the end
+    referenced: int = sized(10_000, gpu=2000, quick=500)  # of them with a float64 reference of their likelihood
     pictures: int = 3  # images of each set that are kept for the figures
     points: int = 2  # images at which the log-determinant is held against the Jacobian
-    residual_blocks: tuple[int, ...] = (16, 16, 16)  # blocks of each scale of the residual flow
-    residual_hidden: int = 512  # channels of its nets
-    residual_dense: int = 4  # fully connected blocks at its end
-    residual_steps: int = 100_000  # its steps, by Adam without weight decay
-    residual_lr: float = 1e-3  # its learning rate
-    residual_warmup: int = 1000  # steps over which that grows
+    # Blocks of each scale of the residual flow.
+    residual_blocks: tuple[int, ...] = sized((16, 16, 16), gpu=(8, 8, 8), quick=(4, 4))
+    residual_hidden: int = sized(512, gpu=256, quick=32)  # channels of its nets
+    residual_dense: int = sized(4, quick=2)  # fully connected blocks at its end
+    residual_steps: int = sized(100_000, gpu=1000, quick=300)  # its steps, by Adam without weight decay
+    residual_lr: float = sized(1e-3, quick=2e-3)  # its learning rate
+    residual_warmup: int = sized(1000, gpu=100, quick=30)  # steps over which that grows
     coefficient: float = 0.98  # certified constant of its branches
     # Terms of its log-determinants that are always there; a Poisson number of further ones, the same for all blocks
     # of a step, makes the estimate unbiased.
     exact_terms: int = 2
-    recompute: bool = True  # whether its activations are computed again in the backward pass instead of kept
-    residual_looks: int = 10  # its evaluations along training
-    residual_ood: int = 10_000  # images of each set that it reconstructs in the end
+    # Whether its activations are computed again in the backward pass instead of kept.
+    recompute: bool = sized(True, gpu=False, quick=False)
+    residual_looks: int = sized(10, gpu=4, quick=3)  # its evaluations along training
+    residual_ood: int = sized(10_000, gpu=2000, quick=500)  # images of each set that it reconstructs in the end
     # Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
     residual_loose: int = 500
     # Estimates of its log-determinant that are averaged before it is held against the Jacobian.
@@ -135,63 +137,7 @@ class Cifar10Flow(Recipe):
     name = "cifar10_flow"
     where = "table of flow results on CIFAR-10, figures of stability statistics and reconstructions"
     claim = "An affine flow becomes unstable on its own samples while it trains; additive flows and those onto (0.5, 1) stay reliable."
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=4096,
-            test=1000,
-            levels=2,
-            blocks=8,
-            hidden=32,
-            mixing="conv1x1",
-            steps=600,
-            optimizer="adam",
-            lr=4e-3,
-            warmup=50,
-            weight_decay=0.0,
-            start=256,
-            looks=6,
-            looked=128,
-            test_looked=512,
-            conditions=1,
-            lanczos=12,
-            samples=500,
-            ood=500,
-            referenced=500,
-            residual_blocks=(4, 4),
-            residual_hidden=32,
-            residual_dense=2,
-            residual_steps=300,
-            residual_lr=2e-3,
-            residual_warmup=30,
-            recompute=False,
-            residual_looks=3,
-            residual_ood=500,
-        ),
-        "gpu": Config(
-            blocks=16,
-            hidden=256,
-            mixing="conv1x1",
-            steps=5000,
-            optimizer="adam",
-            warmup=500,
-            weight_decay=0.0,
-            looks=10,
-            looked=128,
-            test_looked=1000,
-            lanczos=12,
-            samples=2000,
-            referenced=2000,
-            residual_blocks=(8, 8, 8),
-            residual_hidden=256,
-            residual_steps=1000,
-            residual_warmup=100,
-            recompute=False,
-            residual_looks=4,
-            residual_ood=2000,
-        ),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "3 minutes of one core, 2 on two",
         "gpu": "5,000 steps of three flows; about a quarter of an hour on one H200 with --jobs 3 under CUDA's MPS, an estimate",

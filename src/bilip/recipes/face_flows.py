@@ -34,7 +34,7 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Found, Line, Measured, Work, require, runs_of_part, sound
+from bilip.recipes.recipe import Found, Line, Measured, Work, require, runs_of_part, sized, sound
 from bilip.recipes.residual_flows import ALPHA, make_residual
 from bilip.training import Task
 
@@ -54,44 +54,50 @@ MAY_BE_ZERO = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms"
 class Config:
     """Sizes and schedules."""
 
-    side: int = 64  # height and width of the images; smaller than 64 they are averaged
-    images: int = 0  # training images; 0 for all that are not test images
-    test: int = 1000  # test images, the last ones of the set
+    side: int = sized(64, quick=16)  # height and width of the images; smaller than 64 they are averaged
+    images: int = sized(0, quick=2048)  # training images; 0 for all that are not test images
+    test: int = sized(1000, quick=256)  # test images, the last ones of the set
     bits: int = 5  # of a pixel and its dequantization
     # Couplings of each scale; images are squeezed before each. Those of the first scale are masked.
-    blocks: tuple[int, ...] = (16, 16, 16, 16)
-    hidden: int = 512  # channels of the nets
-    dense: int = 4  # fully connected blocks at the end
-    dense_hidden: int = 128  # their width
-    batch: int = 320  # images in each step
-    accumulate: int = 5  # parts into which a batch is cut
-    steps: int = 90_000  # training steps
-    optimizer: str = "adamax"  # `adam` or `adamax`, of the affine flows; the residual flow has Adam
-    lr: float = 1e-3  # learning rate
-    warmup: int = 1000  # steps over which it grows
-    clip: float = 8517.0  # largest norm of a gradient, of a loss in nats per image; 0 for any
-    ema: float = 0.999  # decay of an average of the weights, which is then what is measured; 0 for none
+    blocks: tuple[int, ...] = sized((16, 16, 16, 16), quick=(6, 6))
+    hidden: int = sized(512, gpu=128, quick=32)  # channels of the nets
+    dense: int = sized(4, quick=2)  # fully connected blocks at the end
+    dense_hidden: int = sized(128, quick=32)  # their width
+    batch: int = sized(320, gpu=64, quick=64)  # images in each step
+    accumulate: int = sized(5, gpu=1, quick=1)  # parts into which a batch is cut
+    steps: int = sized(90_000, gpu=2500, quick=800)  # training steps
+    # `adam` or `adamax`, of the affine flows; the residual flow has Adam.
+    optimizer: str = sized("adamax", gpu="adam", quick="adam")
+    lr: float = sized(1e-3, quick=2e-3)  # learning rate
+    warmup: int = sized(1000, gpu=300, quick=50)  # steps over which it grows
+    # Largest norm of a gradient, of a loss in nats per image; 0 for any.
+    clip: float = sized(8517.0, gpu=0.0, quick=0.0)
+    # Decay of an average of the weights, which is then what is measured; 0 for none.
+    ema: float = sized(0.999, gpu=0.0, quick=0.0)
     # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 320  # images that the ActNorms start from
-    looks: int = 20  # evaluations along training, evenly spaced
-    test_looked: int = 1000  # test images whose likelihood is computed then
-    samples: int = 512  # samples at each look and in the end
-    shown: int = 8  # images of each kind that are kept for the figures
-    attacked: int = 64  # training images that are attacked
-    attack_steps: int = 200  # steps of each attack
+    start: int = sized(320, gpu=256, quick=256)  # images that the ActNorms start from
+    looks: int = sized(20, gpu=6, quick=5)  # evaluations along training, evenly spaced
+    test_looked: int = sized(1000, gpu=500, quick=256)  # test images whose likelihood is computed then
+    samples: int = sized(512, gpu=256, quick=256)  # samples at each look and in the end
+    shown: int = sized(8, gpu=6)  # images of each kind that are kept for the figures
+    attacked: int = sized(64, gpu=32, quick=16)  # training images that are attacked
+    attack_steps: int = sized(200, quick=200)  # steps of each attack
     iterations: int = 5  # of the cut inverse of the residual flow that the paper's attack sees
-    conditions: int = 4  # points found by the attack whose condition number is computed
-    lanczos: int = 12  # steps of Lanczos' method for each
-    plain: int = 1000  # dequantized training images that are reconstructed without any attack
-    residual_blocks: tuple[int, ...] = (16, 16, 16, 16)  # blocks of each scale of the residual flow
-    residual_hidden: int = 512  # channels of its nets
-    residual_steps: int = 90_000  # its steps
+    conditions: int = sized(4, gpu=2, quick=2)  # points found by the attack whose condition number is computed
+    lanczos: int = sized(12, gpu=6)  # steps of Lanczos' method for each
+    # Dequantized training images that are reconstructed without any attack.
+    plain: int = sized(1000, gpu=500, quick=256)
+    # Blocks of each scale of the residual flow.
+    residual_blocks: tuple[int, ...] = sized((16, 16, 16, 16), gpu=(4, 4, 4, 4), quick=(2, 2))
+    residual_hidden: int = sized(512, gpu=128, quick=16)  # channels of its nets
+    residual_steps: int = sized(90_000, gpu=800, quick=120)  # its steps
     coefficient: float = 0.98  # certified constant of its branches
-    exact_terms: int = 8  # terms of its log-determinants that are always there
-    recompute: bool = True  # whether its activations are computed again in the backward pass instead of kept
-    residual_attacked: int = 32  # images that are attacked there
-    residual_samples: int = 128  # samples of it
+    exact_terms: int = sized(8, gpu=4, quick=2)  # terms of its log-determinants that are always there
+    # Whether its activations are computed again in the backward pass instead of kept.
+    recompute: bool = sized(True, gpu=False, quick=False)
+    residual_attacked: int = sized(32, gpu=8, quick=4)  # images that are attacked there
+    residual_samples: int = sized(128, gpu=64, quick=32)  # samples of it
 
     def __post_init__(self) -> None:
         scaled = ("blocks", "residual_blocks", "coefficient", "dense_hidden")

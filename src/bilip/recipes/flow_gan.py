@@ -37,7 +37,7 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.recipes.sample_quality import load_features, quality, train_features
 from bilip.training import Draw, Task, load_weights, read_state
 
@@ -50,35 +50,37 @@ WHOLE = 3072  # dimensions of an image of CIFAR-10; of smaller ones a likelihood
 class Config:
     """Sizes and schedules."""
 
-    side: int = 32  # height and width of the images; smaller than 32 they are averaged
-    images: int = 0  # training images; 0 for all there are
-    test: int = 0  # test images; 0 for all
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=8192)  # training images; 0 for all there are
+    test: int = sized(0, quick=1000)  # test images; 0 for all
     bits: int = 8  # of a pixel and its dequantization
-    levels: int = 3  # levels of the generator
-    blocks: int = 8  # blocks a level
-    hidden: int = 128  # channels of its nets
-    small: tuple[int, ...] = (2, 2, 32)  # levels, blocks and channels of the smaller generator
+    levels: int = sized(3, quick=2)  # levels of the generator
+    blocks: int = sized(8, quick=2)  # blocks a level
+    hidden: int = sized(128, quick=24)  # channels of its nets
+    small: tuple[int, ...] = sized((2, 2, 32), quick=(1, 1, 16))  # levels, blocks and channels of the smaller generator
     mixing: str = "reverse"  # `conv1x1`, `reverse` or `shuffle`
     # Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
     prior: bool = True
     # Channels of the discriminator's seven convolutions; every second one halves height and width.
-    critic: tuple[int, ...] = (64, 64, 128, 128, 256, 256, 512)
+    critic: tuple[int, ...] = sized((64, 64, 128, 128, 256, 256, 512), quick=(8, 8, 16, 16, 32, 32, 64))
     batch: int = 32  # images in each step, and as many latents
-    steps: int = 50_000  # training steps
-    lr: float = 5e-5  # learning rate of both players
+    steps: int = sized(50_000, gpu=3000, quick=300)  # training steps
+    lr: float = sized(5e-5, quick=5e-4)  # learning rate of both players
     penalty: float = 10.0  # weight of the gradient penalty
     # Of the negative log-likelihood, nats per image of 32 x 32, beside the generator's loss; of smaller ones so much
     # larger.
     weight: float = 1e-3
     # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 640  # images that the ActNorms start from
-    looks: int = 10  # evaluations along training, evenly spaced, and two more before the first of them
-    looked: int = 512  # test images that are reconstructed then
-    test_looked: int = 10_000  # test images whose likelihood is computed then
-    conditions: int = 2  # test images whose condition number is found
-    lanczos: int = 30  # steps of Lanczos' method for each
-    samples: int = 10_000  # samples drawn in the end, and test images they are compared with
+    start: int = sized(640, quick=256)  # images that the ActNorms start from
+    # Evaluations along training, evenly spaced, and two more before the first of them.
+    looks: int = sized(10, gpu=6, quick=6)
+    looked: int = sized(512, gpu=256, quick=256)  # test images that are reconstructed then
+    test_looked: int = sized(10_000, gpu=1000, quick=512)  # test images whose likelihood is computed then
+    conditions: int = sized(2, gpu=1, quick=1)  # test images whose condition number is found
+    lanczos: int = sized(30, gpu=12, quick=12)  # steps of Lanczos' method for each
+    # Samples drawn in the end, and test images they are compared with.
+    samples: int = sized(10_000, gpu=5000, quick=1000)
     pictures: int = 16  # samples that are kept for the figure
     feature_steps: int = 1950  # steps of the CNN whose features are compared
     feature_batch: int = 128  # images in each of them
@@ -107,29 +109,7 @@ class FlowGan(Recipe):
     name = "flow_gan"
     where = "appendix on bi-directional training: table and samples of Flow-GAN"
     claim = "A generator trained against a discriminator alone explodes at data; likelihood beside it prevents that, with better samples."
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=8192,
-            test=1000,
-            levels=2,
-            blocks=2,
-            hidden=24,
-            small=(1, 1, 16),
-            critic=(8, 8, 16, 16, 32, 32, 64),
-            steps=300,
-            lr=5e-4,
-            start=256,
-            looks=6,
-            looked=256,
-            test_looked=512,
-            conditions=1,
-            lanczos=12,
-            samples=1000,
-        ),
-        "gpu": Config(steps=3000, looks=6, looked=256, test_looked=1000, conditions=1, lanczos=12, samples=5000),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "5 minutes of one core, an estimate from 32 on a busy machine",
         "gpu": "3,000 steps of eight generators; about 7 minutes on one H200 with --jobs 4 under CUDA's MPS, an estimate",

@@ -35,11 +35,14 @@ __all__ = [
     "require",
     "runs_of_part",
     "short",
+    "sized",
+    "sizes_of",
     "sound",
 ]
 
 SIZES = ("quick", "gpu", "paper")
 C = TypeVar("C")
+V = TypeVar("V")
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -270,6 +273,26 @@ def short(value: float) -> str:
 
 
 # ---- configurations
+
+
+def sized(paper: V, **others: V) -> V:
+    """A setting of a configuration: its value at the size `paper`, and at other sizes where it is another one."""
+    return field(default=paper, metadata=others)
+
+
+def sizes_of(config: type[C]) -> dict[str, C]:
+    """A configuration for each size, from what its settings say.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Config:
+        ...     steps: int = sized(1000, quick=10)
+        ...     batch: int = 64
+        >>> sizes_of(Config)["quick"]
+        Config(steps=10, batch=64)
+    """
+    found = dataclasses.fields(config)  # type: ignore[arg-type]
+    return {size: config(**{f.name: f.metadata[size] for f in found if size in f.metadata}) for size in SIZES}
 
 
 def configured(defaults: C, changes: Sequence[str]) -> C:
