@@ -20,6 +20,7 @@ from bilip.auditing.probes.probe import PROBES
 from bilip.auditing.subject import Subject
 from bilip.auditing.verdicts import judge
 from bilip.cures import arithmetic, replacements, reranging  # noqa: F401 - they enter themselves
+from bilip.cures.advise import is_number
 from bilip.cures.result import Attempt, Cure
 from bilip.cures.rung import RUNGS, Case, Skipped
 from bilip.cures.treated import Treated, copied
@@ -124,7 +125,7 @@ class _Ladder:
                 raise InputError(f"cure({label}={value!r}): expected a whole number, 1 or more.")
         for label, least in (("rate", 0.0), ("time", 0.0), ("most_cost", -math.inf)):
             number = getattr(asked, label)
-            if number is not None and not (_is_number(number) and least < number < math.inf):
+            if number is not None and not (is_number(number) and least < number < math.inf):
                 raise InputError(f"cure({label}={number!r}): expected a{' positive' if least == 0 else ''} number.")
         self.model, self.seed, self.all_rungs, self.keep = model, asked.seed, asked.all_rungs, asked.keep_interrupted
         self.time, self.others, self.progress, self.each = asked.time, asked.others, asked.progress, asked.each
@@ -413,10 +414,6 @@ class _Ladder:
 
     def _shown(self, text: str, share: float) -> None:
         self._tell(text)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _listed(argument: str, value: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -291,15 +290,3 @@ class Wide(CallWrapper):
         given = context.double() if context is not None and context.is_floating_point() else context
         with torch.autocast(x.device.type, enabled=False):
             return call(x.double(), given)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode

@@ -26,9 +26,10 @@ from bilip.auditing.audit import main_source
 from bilip.auditing.float32 import float32_products
 from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Screen, Skipped
-from bilip.cures.treated import Treated, evaluating
+from bilip.cures.treated import Treated
 from bilip.data import Source
 from bilip.errors import InputError, said_by
+from bilip.nets.replay import evaluating
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.regularizers.penalty import Latent, SkippedSamples
 
@@ -495,9 +496,7 @@ class RoundTrip(Penalty):
         self.noise = self._number("noise", noise, least=0.0)
 
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
-        def terms(kept: Tensor | None) -> Tensor:
-            points = x if kept is None else x[kept]
-            given = None if context is None else context if kept is None else context[kept]
+        def terms(points: Tensor, given: Tensor | None) -> Tensor:
             z = model(points, given)
             generator = torch.Generator().manual_seed(step)
             signs = (torch.randint(0, 2, z.shape, generator=generator) * 2 - 1).to(z)
@@ -505,8 +504,7 @@ class RoundTrip(Penalty):
             size = points.flatten(1).square().sum(1).clamp_min(1e-12)
             return torch.log1p((back - points).flatten(1).square().sum(1) / (size * self.noise))
 
-        found = self._finite_only(terms, len(x))
-        return found.mean() if len(found) else x.new_zeros(())
+        return self._finite_mean(terms, x, context)
 
 
 class _Trips:

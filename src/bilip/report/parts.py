@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from bilip.record import AuditRecord, Measurement, Picture, Quantity, quantity_named
-from bilip.report.format import as_float, word, written
+from bilip.report.format import as_float, clean, word, written
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,12 @@ def by_source(record: AuditRecord, probe: str, caption: str, columns: Sequence[t
     found = measured(record, probe)
     rows = [{"source": m.source or "all", **m.values} for m in found]
     return table(caption, [("source", "source"), *columns], rows, quantity=found[0].quantity) if rows else None
+
+
+def row_columns(m: Measurement) -> list[tuple[str, str]]:
+    """The columns of all rows of a measurement, each with its label."""
+    names = dict.fromkeys(str(name) for row in m.rows for name in row)
+    return [(name, clean(m.quantity(name).label, 40)) for name in names]
 
 
 def some(*parts: Part | None) -> tuple[Part, ...]:

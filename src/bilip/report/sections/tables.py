@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bilip.record import AuditRecord
 from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
-from bilip.report.parts import Fold, Part, Section, by_source, gallery, measured, some, table
+from bilip.report.parts import Fold, Part, Section, by_source, gallery, measured, row_columns, some, table
 
 __all__ = ["SECTIONS"]
 
@@ -81,9 +81,8 @@ def gradient_angle(record: AuditRecord) -> tuple[Section, ...]:
     names = dict.fromkeys((name, clean(m.quantity(name).label, 80)) for m in found for name in m.values)
     parts: list[Part | None] = [by_source(record, "gradient_angle", "Angles in radians", list(names))]
     for m in found:
-        columns = dict.fromkeys((str(name), clean(m.quantity(str(name)).label, 40)) for row in m.rows for name in row)
         if m.rows:
-            blocks = table("Block by block", list(columns), m.rows[:400], sortable=True, quantity=m.quantity)
+            blocks = table("Block by block", row_columns(m), m.rows[:400], sortable=True, quantity=m.quantity)
             parts.append(Fold(f"Block by block ({len(m.rows)} blocks)", (blocks,)))
     lead = (
         "Gradients from recomputed activations beside those from stored ones. An angle near 0 means that training in constant memory "
