@@ -442,22 +442,8 @@ def reader(layer: nn.Module) -> Reading | None:
     return None
 
 
-@reader.register(nn.Linear)
-@reader.register(nn.Conv1d)
-@reader.register(nn.Conv2d)
-@reader.register(nn.Conv3d)
-def _(layer: nn.Module) -> Reading:
-    return _checked_conv(layer, Linear)
-
-
-@reader.register(GainConv2d)
-def _(layer: nn.Module) -> Reading:
-    return _checked_conv(layer, _Gained)
-
-
-@reader.register(HeldLinear)
-@reader.register(HeldConv2d)
-def _(layer: Any) -> Reading:
+def _checked_held(layer: Any) -> Reading:
+    """A held layer, unless what it was held for was changed since."""
     if not layer.coefficient > 0:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
     if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
@@ -480,18 +466,21 @@ def _checked_conv(layer: Any, reading: type[Linear]) -> Reading:
     return reading(layer)
 
 
-@reader.register(nn.Flatten)
-def _(layer: nn.Flatten) -> Reading | None:
+def _flatten(layer: nn.Flatten) -> Reading | None:
     return Rearranged(lambda v: v.flatten(1)) if (layer.start_dim, layer.end_dim) == (1, -1) else None
 
 
-@reader.register(Declared)
-def _(layer: Declared) -> Reading:
-    return _Vouched(layer)
-
-
-for _kind in activations.KNOWN:
-    reader.register(_kind, activations.facts)  # type: ignore[arg-type]
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_READERS: dict[type[nn.Module], Callable[..., Reading | None]] = {
+    **dict.fromkeys((nn.Linear, *CONVS), functools.partial(_checked_conv, reading=Linear)),
+    **dict.fromkeys((HeldLinear, HeldConv2d), _checked_held),
+    GainConv2d: functools.partial(_checked_conv, reading=_Gained),
+    nn.Flatten: _flatten,
+    Declared: _Vouched,
+    **dict.fromkeys(activations.KNOWN, activations.facts),  # type: ignore[arg-type]
+}
+for _kind, _read in _READERS.items():
+    reader.register(_kind, _read)
 
 as_born(*{part for kind in reader.registry for part in kind.__mro__ if part not in (object, nn.Module)})
 as_born(nn.Sequential, LayeredNet)
@@ -537,9 +526,6 @@ def read(layer: nn.Module) -> Reading:
     elif (base := container(layer)) is not None and (why := changed(kind, order.index(base))) is not None:
         raise unknown(layer, f"has {why} overridden")
     raise unknown(layer, _why_not_known(layer))
-
-
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _first(order: Sequence[type], name: str) -> int:

@@ -261,14 +261,12 @@ def _pad(layer: Any, mode: str) -> Reading | None:
 # ---- rearrangement
 
 
-@reader.register(nn.PixelShuffle)
-def _pixel_shuffle(layer: nn.PixelShuffle) -> Reading:
-    return Rearranged(lambda v: F.pixel_shuffle(v, layer.upscale_factor))
-
-
-@reader.register(nn.PixelUnshuffle)
-def _pixel_unshuffle(layer: nn.PixelUnshuffle) -> Reading:
-    return Rearranged(lambda v: F.pixel_unshuffle(v, layer.downscale_factor))
+reader.register(
+    nn.PixelShuffle, lambda layer: Rearranged(partial(F.pixel_shuffle, upscale_factor=layer.upscale_factor))
+)
+reader.register(
+    nn.PixelUnshuffle, lambda layer: Rearranged(partial(F.pixel_unshuffle, downscale_factor=layer.downscale_factor))
+)
 
 
 @reader.register(nn.Unflatten)

@@ -104,13 +104,8 @@ def look_steps(config: Any) -> tuple[int, ...]:
 def schedule(config: Any) -> dict[str, Any]:
     """Settings of the training of a flow that stand in its configuration."""
     return {
-        "steps": config.steps,
-        "optimizer": config.optimizer,
-        "lr": config.lr,
-        "warmup": config.warmup,
-        "clip": config.clip or None,
-        "ema": config.ema or None,
-        "skip": config.skip,
+        **{name: getattr(config, name) for name in ("steps", "optimizer", "lr", "warmup", "skip")},
+        **{name: getattr(config, name) or None for name in ("clip", "ema")},
         "save_every": max(1, config.steps // config.looks),
         "log_every": max(1, min(100, config.steps // 50)),
     }

@@ -150,16 +150,16 @@ class Work:
 
     def evaluations(self) -> dict[str, np.ndarray]:
         """What the evaluations in this folder logged, column by column, as `log_step` and so on."""
-        from bilip.training import read_log
-
-        return {f"log_{name}": np.array(values) for name, values in read_log(self.folder, "evaluation").items()}
+        return self._logged("evaluation", "log")
 
     def logs(self) -> dict[str, np.ndarray]:
         """What evaluations logged, and what training did, as `train_step` and so on."""
+        return self.evaluations() | self._logged("train", "train")
+
+    def _logged(self, kind: str, prefix: str) -> dict[str, np.ndarray]:
         from bilip.training import read_log
 
-        training = {f"train_{name}": np.array(values) for name, values in read_log(self.folder, "train").items()}
-        return self.evaluations() | training
+        return {f"{prefix}_{name}": np.array(values) for name, values in read_log(self.folder, kind).items()}
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Remember what a part was begun with, and refuse to go on with something else.

@@ -152,12 +152,7 @@ class Shelf:
     def put(self, figure: Figure) -> str:
         """Keep a figure; its id in the page."""
         name = f"figure-{len(self.figures) + 1}"
-        self.figures[name] = {
-            "data": figure.data,
-            "layout": figure.layout,
-            "height": figure.height,
-            "square": figure.square,
-        }
+        self.figures[name] = {part: getattr(figure, part) for part in ("data", "layout", "height", "square")}
         return name
 
 
