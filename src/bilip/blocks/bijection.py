@@ -120,21 +120,21 @@ class Bijection(nn.Module):
     # ---- the maps
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Z = F(x)."""
+        """z = F(x)."""
         raise BilipError(f"{type(self).__name__} defines no forward.")
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        """X = F^-1(z)."""
+        """x = F^-1(z)."""
         raise BilipError(f"{type(self).__name__} defines no inverse.")
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
+        """z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
         if self.volume_preserving:
             return self(x, context), x.new_zeros(x.shape[:1])
         raise BilipError(f"{type(self).__name__} defines no forward_and_log_det.")
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """X = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
+        """x = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
         x = self.inverse(z, context)
         if self.volume_preserving:
             return x, z.new_zeros(z.shape[:1])
@@ -388,10 +388,10 @@ class Bijection(nn.Module):
 
 
 class Composite(Bijection):
-    """A map whose proofs walk through the blocks inside; what is stated about it is what the walk finds."""
+    """A map whose proofs go through the blocks inside, one after the other; what is stated about it is what that finds."""
 
     def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
-        """`advance`, or backward `retreat`."""
+        """What `advance` finds, or, where `backward` is set, `retreat`: from the steps of the blocks inside."""
         raise self._unproved("_walk")
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:

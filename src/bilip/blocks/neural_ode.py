@@ -145,14 +145,14 @@ class NeuralODE(Bijection):
         For a fixed-step method F' is dopri5.
         """
         z = self(x, context).double()
-        twin = NeuralODE(
-            certify.double_twin(self.f),
+        reference = NeuralODE(
+            certify.float64_copy(self.f),
             time=self.time,
             method="dopri5",
             rtol=max(self.rtol * 1e-3, 1e-12),
             atol=max(self.atol * 1e-3, 1e-12),
         )
-        return (z - twin(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
+        return (z - reference(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
 
     # ---- proofs, for the exact flow
 
@@ -218,8 +218,8 @@ class _System(nn.Module):
 
 def _trace(value: Tensor, x: Tensor, probe: Tensor | None, graph: bool) -> Tensor:
     if probe is not None:
-        (pulled,) = torch.autograd.grad(value, x, probe, create_graph=graph, retain_graph=True)
-        return (pulled * probe).flatten(1).sum(1)
+        (vjp,) = torch.autograd.grad(value, x, probe, create_graph=graph, retain_graph=True)
+        return (vjp * probe).flatten(1).sum(1)
     flat, total = value.flatten(1), x.new_zeros(len(x))
     for k in range(flat.shape[1]):
         (row,) = torch.autograd.grad(flat[:, k].sum(), x, create_graph=graph, retain_graph=True)

@@ -387,14 +387,14 @@ class _ImplicitInverse(torch.autograd.Function):
             given = (inner, context) if context is not None and block._context else (inner,)
             value = torch.func.functional_call(block.g, parameters, given)
 
-        def pull(u: Tensor, rows: Tensor) -> Tensor:
+        def vjp(u: Tensor, rows: Tensor) -> Tensor:
             whole = torch.zeros_like(value).index_copy(0, rows, u)
             return torch.autograd.grad(value, inner, whole, retain_graph=True)[0][rows]
 
         target = norms(4 * torch.finfo(grad.dtype).eps * grad.double())
-        u = solve_fixed_point(pull, grad, target, max_evaluations=block.max_evaluations).x
+        u = solve_fixed_point(vjp, grad, target, max_evaluations=block.max_evaluations).x
         wanted = [other for other in others if other.requires_grad]
         with hooks_wait(wanted):
-            pulled = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
-        results = iter(pulled)
+            found = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
+        results = iter(found)
         return (None, None, None, u, *(next(results) if other.requires_grad else None for other in others))

@@ -169,7 +169,7 @@ class _Ladder:
     # ---- the climb
 
     def climb(self) -> Cure:
-        """Try rung after rung."""
+        """Try one rung after the other, until one cures, none is left or the time is over."""
         with self._drawing():
             return self._climb()
 

@@ -28,7 +28,7 @@ from bilip.nets.norms import conv_norm, matrix_norm
 from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["Affine", "Linear", "Reading", "Rearranged", "double_twin", "read", "reader", "require_finite", "unknown"]
+__all__ = ["Affine", "Linear", "Reading", "Rearranged", "float64_copy", "read", "reader", "require_finite", "unknown"]
 
 
 class Reading(Protocol):
@@ -371,7 +371,7 @@ class _Stated(Reading):
                     f"and {tuple(error.shape)}",
                 )
             return image, found.nan_to_num(math.inf, math.inf)
-        copied = double_twin(self.net).to(value.device)
+        copied = float64_copy(self.net).to(value.device)
 
         def act(x: Tensor) -> Tensor:
             return (copied(x) if context is None else copied(x, context)).double()
@@ -429,6 +429,7 @@ def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype
     if not bool(alive.any()):  # out of range, perhaps: looked at where numbers are of the size of 1
         x, image = turn, act(turn)
         alive = change(2.0**-4) > 2.0**-13 * image.abs()
+    # Steps that float32 sees and dtypes of 16 bits do not, and that float64 sees and float32 does not.
     for step, coarse in ((2.0**-21, torch.bfloat16), (2.0**-36, torch.float32)):
         eps = torch.finfo(coarse).eps
         if eps > torch.finfo(dtype).eps and 2 * int((change(step)[alive] > 0).sum()) < int(alive.sum()):
@@ -554,15 +555,15 @@ def container(net: nn.Module) -> type | None:
     return next((base for base in (nn.Sequential, LayeredNet) if isinstance(net, base)), None)
 
 
-def double_twin(net: nn.Module) -> nn.Module:
+def float64_copy(net: nn.Module) -> nn.Module:
     """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that acts in the original."""
-    twin = copy.deepcopy(net).double().eval()
-    for original, layer in zip(net.modules(), twin.modules(), strict=True):
+    copied = copy.deepcopy(net).double().eval()
+    for original, layer in zip(net.modules(), copied.modules(), strict=True):
         for kind in (HeldLinear, HeldConv2d):
             if isinstance(original, kind) and type(original).held_weight is kind.held_weight:
                 layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
                 layer.coefficient = math.inf  # type: ignore[assignment]
-    return twin.requires_grad_(False)
+    return copied.requires_grad_(False)
 
 
 _DECLARE = "If you know its constant, declare it: bilip.nets.Declared(net, lipschitz=...)."

@@ -62,7 +62,7 @@ class Seeds:
         self.last: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self) -> None:
-        """Before the first unit."""
+        """Take note of the state before the first unit."""
         self.last = self._now()
         if self.last is not None:
             self.states[-1] = self.last

@@ -47,7 +47,7 @@ ATTACK_RADIUS = 0.125
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules."""
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
     couplings: int = sized(200, quick=20)  # affine couplings; the paper's 100 blocks are 100 pairs
     blocks: int = sized(100, quick=8)  # residual blocks

@@ -53,7 +53,7 @@ WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guar
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules."""
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
     side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
     images: int = sized(0, quick=512)  # training images; 0 for all there are

@@ -106,6 +106,7 @@ class DequantizationAttack(Recipe):
                 + ")"
                 for n in good
             ]
+            # The paper's flows were driven to NaN from the one image that was tried: here from most of them.
             explodes = [n["attack"]["broken"] > 0.5 for n in good] if part in said else ()
             topic.add(f"broken within the cell, of {count} images", said.get(part, ""), ours, explodes, key=True)
             _add_methods(topic, good)

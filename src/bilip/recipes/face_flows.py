@@ -52,7 +52,7 @@ MAY_BE_ZERO = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules."""
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
     side: int = sized(64, quick=16)  # height and width of the images; smaller than 64 they are averaged
     images: int = sized(0, quick=2048)  # training images; 0 for all that are not test images

@@ -48,7 +48,7 @@ WHOLE = 3072  # dimensions of an image of CIFAR-10; of smaller ones a likelihood
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules."""
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
     side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
     images: int = sized(0, quick=8192)  # training images; 0 for all there are
@@ -382,7 +382,7 @@ class Looks:
             yield z[: self.config.samples - start].to(self.inputs.device)
 
     def _keep(self, samples: Tensor) -> None:
-        """Samples in two rows."""
+        """Keep samples for the figure, in two rows."""
         x = samples.movedim(1, -1).cpu()
         broken = ~torch.isfinite(x).all(-1)
         self.pictures["images_samples"] = as_bytes(x).unflatten(0, (-1, 2)).numpy()

@@ -51,7 +51,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The run in words."""
         more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
         return f"{self.kind}, {OBJECTIVES[self.objective]}{more}"
 

@@ -31,7 +31,7 @@ __all__ = ["RECIPE", "Config"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules."""
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
     # Of both hidden layers of every net: 128 says the paper, 10 its code. One model for each.
     widths: tuple[int, ...] = sized((128, 10), quick=(10,))

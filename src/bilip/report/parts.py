@@ -72,7 +72,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Fold:
-    """Parts behind a click."""
+    """Parts that are shown when the label is clicked."""
 
     kind: ClassVar[str] = "fold"
     label: str
