@@ -17,7 +17,7 @@ from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParamet
 from bilip.nets.certify import remembering
 from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
-__all__ = ["FORMULAS", "Bijection", "Composite", "Reach", "Step"]
+__all__ = ["FORMULAS", "Bijection", "Composite", "Directed", "Reach", "Step"]
 
 FORMULAS = ("sharp", "paper")
 
@@ -385,6 +385,26 @@ class Bijection(nn.Module):
                 f"{type(self).__name__}: the input is {x.dtype}, the parameters are {parameter.dtype}. "
                 "Convert one of them, for example model.to(x.dtype)."
             )
+
+
+class Directed(Bijection):
+    """A bijection whose four maps are one method, which is told the direction and whether the log-determinant is wanted."""
+
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        """What comes out; with `log_det`, and the log-determinant."""
+        raise BilipError(f"{type(self).__name__} defines no _map.")
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._map(x, context, inverse=False, log_det=False)[0]
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._map(z, context, inverse=True, log_det=False)[0]
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._map(x, context, inverse=False, log_det=True)  # type: ignore[return-value]
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._map(z, context, inverse=True, log_det=True)  # type: ignore[return-value]
 
 
 class Composite(Bijection):
