@@ -17,7 +17,7 @@ from rich.progress import track
 from _measure import about, in_turns, options, write
 from bilip.blocks import Residual
 from bilip.nets import MLP, ConvNet, Declared
-from bilip.nets.certify import double_twin
+from bilip.nets.certify import float64_copy
 
 
 def vector(c: float) -> tuple[Residual, torch.Tensor]:
@@ -81,7 +81,7 @@ def measure(make, repeats: int, seed: int) -> dict:
     torch.manual_seed(seed)
     block, y = make()
     block.eval()
-    exact = Residual(Declared(double_twin(block.g), lipschitz=block.contraction()), max_evaluations=20_000).solve(
+    exact = Residual(Declared(float64_copy(block.g), lipschitz=block.contraction()), max_evaluations=20_000).solve(
         y.double(), tolerance=1e-12
     )
     ways = {

@@ -45,7 +45,7 @@ from bilip.blocks import ActNorm, AdditiveCoupling, Bijection, Chain, DiagonalSc
 from bilip.bounds import EPS, norms
 from bilip.errors import BilipError, NoGlobalBound
 from bilip.nets.activations import KNOWN
-from bilip.nets.certify import double_twin
+from bilip.nets.certify import float64_copy
 from bilip.testing.gains import jacobian
 from catalogue import CATALOGUE, Entry
 from tightness import scaled
@@ -133,7 +133,7 @@ def draw(seed: int, index: int) -> Case | str:
         for p in model.parameters():
             if p.is_floating_point():
                 p.clamp_(-limit, limit)
-    exact = copy.deepcopy(model).double().eval() if kind == "adapter" else double_twin(model)
+    exact = copy.deepcopy(model).double().eval() if kind == "adapter" else float64_copy(model)
     latent = rng.random() < 0.2 and not unit
     return Case(name, kind, model, exact, _box(rng, shape, unit), context, dtype, weights, latent)  # type: ignore[arg-type]
 

@@ -21,29 +21,20 @@ LIMITS = (
 class Project:
     """The table `[tool.bilip]`; an empty one where no file has it.
 
-    Attributes:
-        path: The file, or `None`.
-        sources: Files by name, as `--data NAME=FILE`; relative ones lie beside the file.
-        ood: Out-of-distribution sources.
-        limits: Fields of `Thresholds`.
-        require: Uses that must be safe.
-        not_measured: `"fail"` or `"pass"`: what a required use that was not measured does.
-        budget: `"quick"`, `"standard"` or `"thorough"`.
-        time: Seconds that an audit may take.
-
     Example:
         >>> Project().sources, Project().limits
         ({}, {})
     """
 
-    path: Path | None = None
+    path: Path | None = None  # the file, or `None`
+    # Files by name, as `--data NAME=FILE`; relative ones lie beside the file.
     sources: Mapping[str, str] = field(default_factory=dict)
-    ood: tuple[str, ...] | None = None
-    limits: Mapping[str, Any] = field(default_factory=dict)
-    require: tuple[str, ...] = ()
-    not_measured: str | None = None
-    budget: str | None = None
-    time: float | None = None
+    ood: tuple[str, ...] | None = None  # out-of-distribution sources
+    limits: Mapping[str, Any] = field(default_factory=dict)  # fields of `Thresholds`
+    require: tuple[str, ...] = ()  # uses that must be safe
+    not_measured: str | None = None  # `"fail"` or `"pass"`: what a required use that was not measured does
+    budget: str | None = None  # `"quick"`, `"standard"` or `"thorough"`
+    time: float | None = None  # seconds that an audit may take
 
 
 KEYS = tuple(f.name for f in fields(Project) if f.name != "path")

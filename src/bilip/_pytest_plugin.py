@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bilip._progress import silent
+
 if TYPE_CHECKING:
     from bilip.auditing import Budget, Thresholds
     from bilip.record import AuditRecord
@@ -69,7 +71,7 @@ def audit_flow(request: pytest.FixtureRequest) -> Callable[..., AuditRecord]:
                 ood=ood,
                 budget=budget or request.config.getoption("--bilip-budget") or project.budget or "quick",
                 thresholds=limits,
-                **{"time": project.time, "progress": _quiet, "command": request.node.nodeid, **more},
+                **{"time": project.time, "progress": silent, "command": request.node.nodeid, **more},
             )
             wanted = uses or project.require or ("inversion",)
             lenient = not_measured or project.not_measured or "fail"
@@ -100,10 +102,6 @@ def _argued(model: Any, sources: Any) -> float:
     source.check(256)
     batch = source.first(256, dtype=subject.dtype, device=subject.device)
     return rounding_tolerance(model, batch.x, context=batch.context)
-
-
-def _quiet(text: str, share: float) -> None:
-    """No line of progress between the dots of pytest."""
 
 
 def _keep(request: pytest.FixtureRequest, record: AuditRecord) -> str:

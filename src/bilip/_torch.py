@@ -168,7 +168,7 @@ class EvalCache:
         return alike and all(compute in values for compute in computes)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Forget what is kept."""
         self._kept = None
 
     def __deepcopy__(self, memo: dict) -> EvalCache:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip import blocks
 from bilip.blocks import Chain, Exact, Geometric, Poisson, Residual, Roulette, Series
-from bilip.blocks.log_det import LipSwish, one_draw, probes, series_error, weighted_series
+from bilip.blocks.layer_stack import LipSwish
+from bilip.blocks.log_det import one_draw, probes, series_error, weighted_series
 from bilip.blocks.residual import _Branch
 from bilip.errors import InputError
 from bilip.nets import MLP, ConvNet, Declared, HeldLinear

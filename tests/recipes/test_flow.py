@@ -14,7 +14,7 @@ from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
 from bilip.recipes.flow_runs import SETS, SOURCES, Run, flow_lines, percent
-from bilip.recipes.images import skipped_steps
+from bilip.recipes.images import PRIOR, skipped_steps
 from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import by_series, decode, solved_inverse
@@ -264,9 +264,9 @@ def test_what_parts_mean(tiny):
         for kind in ("additive", "affine", "modified")
     }
     assert scales == {
-        "additive": {cifar10_flow.PRIOR},
-        "affine": {cifar10_flow.PRIOR, SIGMOID},
-        "modified": {cifar10_flow.PRIOR, HALF_SIGMOID},
+        "additive": {PRIOR},
+        "affine": {PRIOR, SIGMOID},
+        "modified": {PRIOR, HALF_SIGMOID},
     }
     standard = cifar10_flow.make_flow(Run.of("additive"), cifar10_flow.replace(tiny, prior=False))
     assert not [block for block in standard.modules() if hasattr(block, "scale")]

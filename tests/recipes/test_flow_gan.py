@@ -10,7 +10,8 @@ import torch
 from bilip import Flow
 from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, flow_gan, reproduce, sample_quality
-from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, Run, exploded, gan_lines, make_model
+from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, make_model
+from bilip.recipes.gan_runs import Run, exploded, gan_lines
 from bilip.recipes.images import Dequantized, shrunk
 from bilip.recipes.recipe import Work
 from bilip.recipes.sample_quality import (

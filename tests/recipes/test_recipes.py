@@ -242,7 +242,7 @@ def test_regression_data_and_model():
     x, y = regression_2d.make_data(10_000, 0)
     assert torch.equal(y[:, 1], x[:, 1])
     assert float(y[:, 0].double().std()) == pytest.approx(1e-12, rel=0.05)
-    model = regression_2d.make_model(regression_2d.PAPER, 10)
+    model = regression_2d.make_model(regression_2d.Config(), 10)
     couplings = [block for block in model if isinstance(block, AffineCoupling)]
     assert len(couplings) == 24
     assert float(couplings[0].scale(torch.tensor(-200.0))) == pytest.approx(1e-6)

@@ -178,11 +178,11 @@ def test_a_walk_has_the_stored_gradient(fused, device, monkeypatch, kind, guard,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reaches(fused, device, dtype, monkeypatch):
+def test_sensitivities(fused, device, dtype, monkeypatch):
     x, g = (torch.randn(5, 3001, dtype=dtype, device=device) for _ in range(2))
     x[1] *= 1e6  # far beyond the scale of the others
     g[2] *= 1e25  # squares are no float32
     taken = Print(Fingerprint(torch.tensor(3, device=device)), scales(x), x.new_zeros(5, 2))
-    found = taken.reach(x, g)
+    found = taken.sensitivity(x, g)
     monkeypatch.setattr(fingerprint, "kernels", lambda x: None)
-    assert torch.allclose(found, taken.reach(x, g), rtol=1e-5, atol=0)
+    assert torch.allclose(found, taken.sensitivity(x, g), rtol=1e-5, atol=0)

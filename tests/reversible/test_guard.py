@@ -213,7 +213,7 @@ def test_a_healthy_model_is_left_alone():
 def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     model, x = planted(1e-7)
     stored = gradient(model, model, x)
-    monkeypatch.setattr(call, "drifts_of", lambda before, after, reaches: torch.zeros(len(before)))
+    monkeypatch.setattr(call, "drifts_of", lambda before, after, sensitivities: torch.zeros(len(before)))
     guarded = Reversible(model, Guard(spot_check=2))
     assert off(gradient(guarded, model, x), stored) > 1e-2  # blind
     with pytest.warns(DriftWarning, match="spot check"):
@@ -240,7 +240,7 @@ def test_outputs_that_overflow_step_after_step(options):
 @pytest.mark.parametrize("action", ["warn", "raise"])
 def test_what_is_not_finite_is_said(action, monkeypatch):
     model, x = overflowing()
-    monkeypatch.setattr(call, "drifts_of", lambda before, after, reaches: torch.zeros(len(before)))
+    monkeypatch.setattr(call, "drifts_of", lambda before, after, sensitivities: torch.zeros(len(before)))
     guarded = Reversible(model, Guard(action=action))
     said = (
         pytest.warns(DriftWarning, match="not finite")
@@ -490,7 +490,7 @@ def test_a_repair_of_a_step_whose_output_overflows_is_the_stored_gradient():
 
 def test_small_drifts_of_a_deep_chain_add_up(monkeypatch):
     monkeypatch.setattr(
-        call, "drifts_of", lambda before, after, reaches: torch.full((len(before),), TOLERANCE / 10).double()
+        call, "drifts_of", lambda before, after, sensitivities: torch.full((len(before),), TOLERANCE / 10).double()
     )
     torch.manual_seed(0)
     x = torch.randn(4, 4)

@@ -483,7 +483,7 @@ def test_what_cannot_be_captured_stays_eager(captured, device, tmp_path):
 
 
 CHECKERBOARD = replace(
-    checkerboard_recipe.PAPER,
+    checkerboard_recipe.Config(),
     couplings=4,
     blocks=2,
     hidden=(8, 8),
@@ -494,7 +494,7 @@ CHECKERBOARD = replace(
     test=50,
     spacing=1.0,
 )
-REGRESSION = replace(regression_2d.PAPER, widths=(10,), blocks=4, points=64, batch=64, steps=8, evaluate_every=8)
+REGRESSION = replace(regression_2d.Config(), widths=(10,), blocks=4, points=64, batch=64, steps=8, evaluate_every=8)
 
 
 @pytest.mark.parametrize(

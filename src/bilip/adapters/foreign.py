@@ -381,10 +381,16 @@ class FlowBase(Base):
 
 
 class ForeignBase(Base):
-    """A distribution module of another library, following the dtype and device of the bijection it belongs to."""
+    """A distribution module of another library, following the dtype and device of the bijection it belongs to.
 
-    def __init__(self, module: nn.Module, bijection: Bijection) -> None:
-        self.module, self.bijection = module, bijection
+    Args:
+        module: The module.
+        bijection: The bijection.
+        embedding: A net that the flow applies to contexts first.
+    """
+
+    def __init__(self, module: nn.Module, bijection: Bijection, embedding: nn.Module | None = None) -> None:
+        self.module, self.bijection, self.embedding = module, bijection, embedding
 
     def sample(self, count: int, context: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         like = reference(self.bijection)

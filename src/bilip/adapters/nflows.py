@@ -115,10 +115,6 @@ def _default_scale(module: Any) -> bool:
 class NflowsBase(ForeignBase):
     """A distribution of nflows, which may look at the embedded context."""
 
-    def __init__(self, module: nn.Module, bijection: Bijection, embedding: nn.Module | None = None) -> None:
-        super().__init__(module, bijection)
-        self.embedding = embedding
-
     def _given(self, context: Tensor | None) -> dict[str, Any]:
         # Distributions without a context of their own would only repeat the draw.
         if context is None or is_a(self.module, "StandardNormal", *FAMILY):

@@ -395,11 +395,15 @@ class ConditionalBlock(Foreign):
 
 
 class ConditionalBase(ForeignBase):
-    """A conditional base distribution of Pyro."""
+    """A base distribution that is built anew for every context; here a conditional one of Pyro."""
+
+    def distribution(self, module: Any, context: Tensor | None) -> Any:
+        """The distribution for a context."""
+        return module.condition(context)
 
     def draw(self, module: Any, count: int, context: Tensor | None) -> Tensor:
-        base = module.condition(context)
+        base = self.distribution(module, context)
         return base.sample(() if base.batch_shape else (count,))
 
     def density(self, module: Any, z: Tensor, context: Tensor | None) -> Tensor:
-        return module.condition(context).log_prob(z)
+        return self.distribution(module, context).log_prob(z)

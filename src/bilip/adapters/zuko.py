@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bilip.adapters._inspect import is_a, is_unchanged, require_own_map
 from bilip.adapters._proofs import Joint, SoftclipExpScale, rearranged
-from bilip.adapters.foreign import Base, Foreign, ForeignBase, compose, embedded
-from bilip.adapters.torch_distributions import event_log_det, require_inverse
+from bilip.adapters.foreign import Base, Foreign, compose, embedded
+from bilip.adapters.torch_distributions import ConditionalBase, event_log_det, require_inverse
 from bilip.blocks import AffineCoupling, Bijection, Indices, Invert, Permutation
 from bilip.errors import InputError
 from bilip.nets.certify import flatten
@@ -150,16 +150,8 @@ def _apply(transform: Any, x: Tensor, log_det: bool) -> tuple[Tensor, Any]:
     return z, event_log_det(value, x, transform.domain.event_dim)
 
 
-class ZukoBase(ForeignBase):
+class ZukoBase(ConditionalBase):
     """The lazy base distribution of a zuko flow."""
 
-    def __init__(self, module: nn.Module, bijection: Bijection, embedding: nn.Module | None = None) -> None:
-        super().__init__(module, bijection)
-        self.embedding = embedding
-
-    def draw(self, module: nn.Module, count: int, context: Tensor | None) -> Tensor:
-        base = module(embedded(self.embedding, context))
-        return base.sample(() if base.batch_shape else (count,))
-
-    def density(self, module: nn.Module, z: Tensor, context: Tensor | None) -> Tensor:
-        return module(embedded(self.embedding, context)).log_prob(z)
+    def distribution(self, module: Any, context: Tensor | None) -> Any:
+        return module(embedded(self.embedding, context))

@@ -17,26 +17,19 @@ from bilip.errors import BilipError, InputError, NoGlobalBound, NonFiniteParamet
 from bilip.nets.certify import remembering
 from bilip.nets.readable import as_born, odd_tensor, parametrized, tampered, unstated
 
-__all__ = ["FORMULAS", "Bijection", "Composite", "Reach", "Step"]
+__all__ = ["FORMULAS", "Bijection", "Composite", "Directed", "Reach", "Step"]
 
 FORMULAS = ("sharp", "paper")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """A set enclosed twice: by a box, and by a ball around the image of one point.
+    """A set enclosed twice: by a box, and by a ball around the image of one point."""
 
-    Attributes:
-        box: Encloses the set.
-        center: Encloses the image of the starting box's centre; `None` when there is no ball.
-        log_radius: Log of the ball's radius: the product of the constants so far times the starting radius.
-        asked_bounded: Whether the proof began on a bounded set, so that an infinity now means overflow.
-    """
-
-    box: Box
-    center: Box | None
-    log_radius: float
-    asked_bounded: bool
+    box: Box  # encloses the set
+    center: Box | None  # encloses the image of the starting box's centre; `None` when there is no ball
+    log_radius: float  # log of the ball's radius: the product of the constants so far times the starting radius
+    asked_bounded: bool  # whether the proof began on a bounded set, so that an infinity now means overflow
 
     @classmethod
     def start(cls, box: Box) -> Reach:
@@ -127,21 +120,21 @@ class Bijection(nn.Module):
     # ---- the maps
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Z = F(x)."""
+        """z = F(x)."""
         raise BilipError(f"{type(self).__name__} defines no forward.")
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        """X = F^-1(z)."""
+        """x = F^-1(z)."""
         raise BilipError(f"{type(self).__name__} defines no inverse.")
 
     def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
+        """z = F(x) and log |det J_F(x)|, of shape `(batch,)`."""
         if self.volume_preserving:
             return self(x, context), x.new_zeros(x.shape[:1])
         raise BilipError(f"{type(self).__name__} defines no forward_and_log_det.")
 
     def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """X = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
+        """x = F^-1(z) and log |det J_F^-1(z)|, of shape `(batch,)`."""
         x = self.inverse(z, context)
         if self.volume_preserving:
             return x, z.new_zeros(z.shape[:1])
@@ -394,11 +387,31 @@ class Bijection(nn.Module):
             )
 
 
+class Directed(Bijection):
+    """A bijection whose four maps are one method, which is told the direction and whether the log-determinant is wanted."""
+
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        """What comes out; with `log_det`, and the log-determinant."""
+        raise BilipError(f"{type(self).__name__} defines no _map.")
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._map(x, context, inverse=False, log_det=False)[0]
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
+        return self._map(z, context, inverse=True, log_det=False)[0]
+
+    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._map(x, context, inverse=False, log_det=True)  # type: ignore[return-value]
+
+    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self._map(z, context, inverse=True, log_det=True)  # type: ignore[return-value]
+
+
 class Composite(Bijection):
-    """A map whose proofs walk through the blocks inside; what is stated about it is what the walk finds."""
+    """A map whose proofs go through the blocks inside, one after the other; what is stated about it is what that finds."""
 
     def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
-        """`advance`, or backward `retreat`."""
+        """What `advance` finds, or, where `backward` is set, `retreat`: from the steps of the blocks inside."""
         raise self._unproved("_walk")
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bilip._torch import EvalCache, is_transformed
-from bilip.blocks.bijection import Bijection, Composite, Reach, Step
+from bilip.blocks.bijection import Bijection, Composite, Directed, Reach, Step
 from bilip.blocks.conv1x1 import InvertibleConv1x1, Stack, invert, log_abs_det
 from bilip.blocks.diagonal import ActNorm
 from bilip.blocks.log_det import one_draw
@@ -24,7 +24,7 @@ from bilip.nets.spectral import Held, held_layers, held_together
 __all__ = ["Chain"]
 
 
-class Chain(Composite):
+class Chain(Directed, Composite):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
     Its bounds are products of the blocks' bounds, each proved on the box that encloses what reaches the block. No
@@ -85,21 +85,10 @@ class Chain(Composite):
                     shape = block.out_shape(shape)
         return Chain(*chosen, shape=shape)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return _Pass(self, inverse=False, log_det=False).through(x, context)
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return _Pass(self, inverse=True, log_det=False).through(z, context)
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        run = _Pass(self, inverse=False, log_det=True)
-        z = run.through(x, context)
-        return z, run.log_det(z)
-
-    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        run = _Pass(self, inverse=True, log_det=True)
-        x = run.through(z, context)
-        return x, run.log_det(x)
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        run = _Pass(self, inverse=inverse, log_det=log_det)
+        x = run.through(x, context)
+        return (x, run.log_det(x)) if log_det else (x,)
 
     latent_shape: tuple[int, ...] | None = None
 

@@ -249,11 +249,11 @@ class Stack:
         return torch.stack(self._logs).exp()
 
     def matrices(self) -> Tensor:
-        """M of each."""
+        """The matrix M of each pair."""
         return self.weights * self._scales[:, None, :] if self._logs else self.weights
 
     def inverses(self, solved: Tensor) -> Tensor:
-        """M^-1 of each, from the inverses of the weights."""
+        """The inverse of each M, from the inverses of the weights."""
         return solved / self._scales[:, :, None] if self._logs else solved
 
 

@@ -33,7 +33,7 @@ class _OnPart(Composite, Wrapped):
         raise NotImplementedError
 
     def _join(self, kept: Tensor, left: Tensor) -> Tensor:
-        """The latent: both, flat."""
+        """The latent: what came out of the wrapped bijection and the rest, flattened and joined."""
         return torch.cat((kept.flatten(1), left.flatten(1)), 1)
 
     _join_input = _join
@@ -110,7 +110,7 @@ class FactorOut(_OnPart):
         torch.Size([3, 256])
     """
 
-    holds = "inner"
+    holds = "inner"  # the name under which the wrapped bijection is kept, in a `state_dict` too
     inner: Bijection
 
     def __init__(self, inner: Bijection, shape: Sequence[int], *, keep: int | None = None) -> None:
@@ -189,7 +189,7 @@ class OnKept(_OnPart):
         tensor([[2., 1., 3.]])
     """
 
-    holds = "block"
+    holds = "block"  # the name under which the wrapped bijection is kept, in a `state_dict` too
     block: Bijection
 
     def __init__(self, block: Bijection, shape: Sequence[int]) -> None:

@@ -34,17 +34,12 @@ WARM_UP = 5  # plain steps before the first accelerated one
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Where the iteration ended.
+    """Where the iteration ended."""
 
-    Attributes:
-        x: One plain step from the iterates with the smallest residuals.
-        residual: |y - x - g(x)| of these iterates, before that step: of the difference as computed in the dtype of y, in float64.
-        evaluations: Evaluations of g that each sample took.
-    """
-
-    x: Tensor
+    x: Tensor  # one plain step from the iterates with the smallest residuals
+    # |y - x - g(x)| of these iterates, before that step: of the difference as computed in the dtype of y, in float64.
     residual: Tensor
-    evaluations: Tensor
+    evaluations: Tensor  # evaluations of g that each sample took
 
 
 def solve_fixed_point(

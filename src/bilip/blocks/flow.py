@@ -81,7 +81,7 @@ class Flow(nn.Module):
             )
 
     def base_log_prob(self, z: Tensor) -> Tensor:
-        """Log p_Z(z), of shape `(batch,)`."""
+        """log p_Z(z), of shape `(batch,)`."""
         if isinstance(self.base, Distribution):
             log = self.base.log_prob(z)
             return log.flatten(1).sum(1) if log.ndim > 1 else log
@@ -89,7 +89,7 @@ class Flow(nn.Module):
         return -0.5 * (z.square().flatten(1).sum(1) + size * math.log(2 * math.pi))
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Log p(x), of shape `(batch,)`."""
+        """log p(x), of shape `(batch,)`."""
         z, log_det = self.bijection.forward_and_log_det(x, context)
         return self.base_log_prob(z) + log_det
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bilip._torch import can_be_read, is_transformed
 from bilip.blocks._nets import require_module, require_shape, takes_context
-from bilip.blocks.bijection import Bijection
+from bilip.blocks.bijection import Directed
 from bilip.blocks.log_det import probes
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
 from bilip.errors import BilipError, InputError, SolverFailed, need
@@ -21,7 +21,7 @@ from bilip.nets.spectral import again, held_layers, held_now, held_together
 __all__ = ["NeuralODE"]
 
 
-class NeuralODE(Bijection):
+class NeuralODE(Directed):
     r"""$F(x) = x(T)$ for $\dot x = f(x, t)$, $x(0) = x$; the inverse integrates back.
 
     Both constants of the *exact* flow are at most $e^{\mathrm{Lip}(f)\,T}$. What a solver computes differs from the
@@ -113,17 +113,11 @@ class NeuralODE(Bijection):
             )
         return end
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._integrate(self.check_net(x, self.f), lambda t, v: self.field(t, v, context), backward=False)
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._integrate(self.check_net(z, self.f), lambda t, v: self.field(t, v, context), backward=True)
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._with_trace(self.check_net(x, self.f), context, backward=False)
-
-    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._with_trace(self.check_net(z, self.f), context, backward=True)
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        x = self.check_net(x, self.f)
+        if log_det:
+            return self._with_trace(x, context, backward=inverse)
+        return (self._integrate(x, lambda t, v: self.field(t, v, context), backward=inverse),)
 
     def _with_trace(self, x: Tensor, context: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
         """Integrate the state and the trace of the Jacobian together."""
@@ -146,14 +140,14 @@ class NeuralODE(Bijection):
         For a fixed-step method F' is dopri5.
         """
         z = self(x, context).double()
-        twin = NeuralODE(
-            certify.double_twin(self.f),
+        reference = NeuralODE(
+            certify.float64_copy(self.f),
             time=self.time,
             method="dopri5",
             rtol=max(self.rtol * 1e-3, 1e-12),
             atol=max(self.atol * 1e-3, 1e-12),
         )
-        return (z - twin(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
+        return (z - reference(x.double(), None if context is None else context.double())).flatten(1).norm(dim=1)
 
     # ---- proofs, for the exact flow
 
@@ -219,8 +213,8 @@ class _System(nn.Module):
 
 def _trace(value: Tensor, x: Tensor, probe: Tensor | None, graph: bool) -> Tensor:
     if probe is not None:
-        (pulled,) = torch.autograd.grad(value, x, probe, create_graph=graph, retain_graph=True)
-        return (pulled * probe).flatten(1).sum(1)
+        (vjp,) = torch.autograd.grad(value, x, probe, create_graph=graph, retain_graph=True)
+        return (vjp * probe).flatten(1).sum(1)
     flat, total = value.flatten(1), x.new_zeros(len(x))
     for k in range(flat.shape[1]):
         (row,) = torch.autograd.grad(flat[:, k].sum(), x, create_graph=graph, retain_graph=True)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from bilip._torch import capturing, is_transformed
-from bilip.blocks._nets import _faster_channels_last, call, require_module, require_shape, takes_context
+from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
-from bilip.blocks.log_det import Activation, Affine, ByAutograd, Exact, LipSwish, Roulette, Series, Stack
+from bilip.blocks.layer_stack import LayerStack, stack_of
+from bilip.blocks.log_det import Exact, Roulette, Series
 from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms, shares
 from bilip.errors import InputError, NotAContraction, NotConverged
-from bilip.nets import MLP, ConvNet, certify
-from bilip.nets.activations import ScaledSwish
+from bilip.nets import certify
 from bilip.nets.layers import Declared
-from bilip.nets.readable import is_watched, tampered
 from bilip.nets.replay import Seeds, hooks_wait, modes_again
-from bilip.nets.spectral import HeldConv2d, HeldLinear, again, held_layers, held_now, held_together, pinned
+from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution", "inverting"]
 
@@ -337,18 +333,14 @@ class _Branch:
         """What gradients go to besides x."""
         return [*self.tensors.values(), *(() if self.context is None else (self.context,))]
 
-    def stack(self, x: Tensor) -> Stack | None:
+    def stack(self, x: Tensor) -> LayerStack | None:
         """The net as a stack of layers and activations, where it is one and nobody watches or changes what its parts do."""
         block = self.block
         if is_transformed() or torch.is_autocast_enabled(x.device.type) or block._context:
             return None
-        if type(block).branch is not Residual.branch or "branch" in vars(block) or _watched_everywhere():
+        if type(block).branch is not Residual.branch or "branch" in vars(block):
             return None
-        layers = _unrolled(block.g)
-        parts = None if layers is None else [_part(layer, x) for layer in layers]
-        if not parts or any(part is None for part in parts):
-            return None
-        return Stack(tuple(parts), isinstance(block.g, ConvNet) and _faster_channels_last(x))  # type: ignore[arg-type]
+        return stack_of(block.g, x)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.draws and not capturing(x):
@@ -365,57 +357,6 @@ class _Branch:
             tensors = {**self.tensors, **{name: buffer.clone() for name, buffer in self.before.items()}}
             given = (x, self.context) if self.context is not None and self.block._context else (x,)
             return torch.func.functional_call(g, tensors, given)
-
-
-def _unrolled(net: nn.Module) -> list[nn.Module] | None:
-    """The layers of a net, if all of them compute what their class says, and nobody watches."""
-    if is_watched(net) or tampered(net) is not None:
-        return None
-    if type(net) in (MLP, ConvNet):
-        return None if net.context else _unrolled(net.layers)  # type: ignore[arg-type]
-    if type(net) is not nn.Sequential:
-        return [net]
-    parts = [None if child is None else _unrolled(child) for child in net._modules.values()]
-    return None if None in parts else [layer for part in parts for layer in part]  # type: ignore[union-attr]
-
-
-def _watched_everywhere() -> bool:
-    return bool(torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks)
-
-
-# Activations by what they compute; others may have parameters, or draw.
-_FUNCTIONS: dict[type[nn.Module], Callable[..., Callable[[Tensor], Tensor]]] = {
-    nn.ReLU: lambda act: F.relu,
-    nn.LeakyReLU: lambda act: functools.partial(F.leaky_relu, negative_slope=act.negative_slope),
-    nn.ELU: lambda act: functools.partial(F.elu, alpha=act.alpha),
-    nn.Tanh: lambda act: torch.tanh,
-    nn.Softplus: lambda act: functools.partial(F.softplus, beta=act.beta, threshold=act.threshold),
-    nn.SiLU: lambda act: F.silu,
-    nn.GELU: lambda act: functools.partial(F.gelu, approximate=act.approximate),
-}
-
-
-def _part(layer: nn.Module, x: Tensor) -> Affine | Activation | None:
-    """A layer as a part of a `Stack` that acts on tensors like x; `None` if it is none."""
-    kind = type(layer)
-    if kind in _FUNCTIONS:
-        return ByAutograd(function=_FUNCTIONS[kind](layer))
-    if kind is ScaledSwish:
-        part = LipSwish(tensors=(F.softplus(layer.raw_beta),))  # type: ignore[arg-type]
-        return part if part.tensors[0].ndim == 0 and part.tensors[0].dtype == x.dtype else None
-    if kind not in (nn.Linear, nn.Conv2d, HeldLinear, HeldConv2d):
-        return None
-    weight = layer.held_weight() if isinstance(layer, (HeldLinear, HeldConv2d)) else layer.weight
-    bias: Tensor | None = layer.bias  # type: ignore[assignment]
-    tensors = (weight,) if bias is None else (weight, bias)
-    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # type: ignore[union-attr]
-        return None
-    if isinstance(layer, nn.Linear):
-        return Affine(tensors) if x.ndim == 2 else None  # type: ignore[arg-type]
-    if x.ndim != 4 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        return None
-    options = list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups  # type: ignore[arg-type]
-    return Affine(tensors, options)  # type: ignore[arg-type]
 
 
 class _ImplicitInverse(torch.autograd.Function):
@@ -446,14 +387,14 @@ class _ImplicitInverse(torch.autograd.Function):
             given = (inner, context) if context is not None and block._context else (inner,)
             value = torch.func.functional_call(block.g, parameters, given)
 
-        def pull(u: Tensor, rows: Tensor) -> Tensor:
+        def vjp(u: Tensor, rows: Tensor) -> Tensor:
             whole = torch.zeros_like(value).index_copy(0, rows, u)
             return torch.autograd.grad(value, inner, whole, retain_graph=True)[0][rows]
 
         target = norms(4 * torch.finfo(grad.dtype).eps * grad.double())
-        u = solve_fixed_point(pull, grad, target, max_evaluations=block.max_evaluations).x
+        u = solve_fixed_point(vjp, grad, target, max_evaluations=block.max_evaluations).x
         wanted = [other for other in others if other.requires_grad]
         with hooks_wait(wanted):
-            pulled = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
-        results = iter(pulled)
+            found = torch.autograd.grad(value, wanted, -u, allow_unused=True) if wanted else ()
+        results = iter(found)
         return (None, None, None, u, *(next(results) if other.requires_grad else None for other in others))

@@ -52,7 +52,7 @@ class Suprema(NamedTuple):
 
     @classmethod
     def up(cls, *logs: Tensor) -> Suprema:
-        """Round up."""
+        """The logs, each rounded up."""
         return cls(*(log + 1e-13 * (1 + log.abs()).nan_to_num(0.0, 0.0, 0.0) for log in logs))
 
 
@@ -74,7 +74,7 @@ class Scale(ABC):
 
     @abstractmethod
     def log(self, s: Tensor) -> Tensor:
-        """Log g(s), accurate where g(s) underflows."""
+        """log g(s), accurate where g(s) underflows."""
 
     def with_log(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """g(s) and log g(s)."""
@@ -86,7 +86,7 @@ class Scale(ABC):
 
     @abstractmethod
     def floored(self, eps: float) -> Scale:
-        """G + eps."""
+        """The function g + eps."""
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
@@ -159,7 +159,7 @@ class SigmoidScale(Scale):
         return Suprema.up(value, log_slope(torch.zeros_like(a).clamp(a, b)), reciprocal, reciprocal_slope)
 
     def floored(self, eps: float) -> SigmoidScale:
-        """G + eps: the same function onto (low + eps, high + eps)."""
+        """The function g + eps: the same onto (low + eps, high + eps)."""
         return replace(self, low=self.low + _check_eps(eps), high=self.high + eps)
 
 
@@ -189,7 +189,7 @@ class ExpScale(Scale):
         )
 
     def floored(self, eps: float) -> ExpScale:
-        """G + eps."""
+        """The function g + eps."""
         return ExpScale(self.floor + _check_eps(eps))
 
 
@@ -238,7 +238,7 @@ class TanhExpScale(Scale):
         return Suprema.up(value, slope, reciprocal, reciprocal_slope)
 
     def floored(self, eps: float) -> TanhExpScale:
-        """G + eps."""
+        """The function g + eps."""
         return replace(self, floor=self.floor + _check_eps(eps))
 
 

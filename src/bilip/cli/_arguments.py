@@ -12,16 +12,13 @@ from bilip.errors import BilipError, InputError, need, said_by
 
 if TYPE_CHECKING:
     from bilip.adapters import Adapted
-    from bilip.blocks import Bijection
-
-
-def load_bijection(target: str) -> Bijection:
-    """Load `folder`, `package.module:function` or `package.module:object` as a bijection."""
-    return load_model(target).bijection
 
 
 def load_model(target: str, device: str | None = None) -> Adapted:
-    """Load a model of any library that `as_bijection` takes; a function is called, a module is taken as it is."""
+    """Load `folder`, `package.module:function` or `package.module:object`, of any library that `as_bijection` takes.
+
+    A function is called, a module is taken as it is.
+    """
     return load_native(target, device)[1]
 
 

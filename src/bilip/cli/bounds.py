@@ -29,10 +29,10 @@ def bounds(
     Without a box the bounds hold everywhere; a model without a global bound then ends in an error that says so.
     """
     from bilip.bounds import Box
-    from bilip.cli._arguments import load_bijection, require_writable
+    from bilip.cli._arguments import load_model, require_writable
 
     require_writable(out)
-    model = load_bijection(target)
+    model = load_model(target).bijection
     domain = None if box is None else Box(*box)
     start = None if latent is None else Box(*latent)
     with Console(stderr=True).status("proving bounds ..."):

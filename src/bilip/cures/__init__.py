@@ -1,9 +1,11 @@
 """What repairs a trained model, each cure checked by an audit before it is offered; what broke one; which ranges to build with."""
 
 from bilip.cures.advise import Advice, Design, advise
-from bilip.cures.cure import Attempt, Cure, cure, restore
-from bilip.cures.diagnose import Diagnosis, NonFinite, Watch, diagnose, watch
+from bilip.cures.cure import cure
+from bilip.cures.diagnose import Diagnosis, diagnose
+from bilip.cures.result import Attempt, Cure, restore
 from bilip.cures.rung import RUNGS, Rung
+from bilip.cures.watching import NonFinite, Watch, watch
 
 __all__ = [
     "RUNGS",

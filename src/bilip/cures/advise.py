@@ -106,15 +106,15 @@ def advise(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise InputError(f"advise(dtype={dtype!r}): expected a floating dtype, as in torch.float32 or 'float32'.")
-    ends = tuple(box) if isinstance(box, (tuple, list)) else (-box, box) if _is_number(box) else ()
-    if len(ends) != 2 or not all(_is_number(end) and math.isfinite(end) for end in ends) or ends[0] >= ends[1]:
+    ends = tuple(box) if isinstance(box, (tuple, list)) else (-box, box) if is_number(box) else ()
+    if len(ends) != 2 or not all(is_number(end) and math.isfinite(end) for end in ends) or ends[0] >= ends[1]:
         raise InputError(f"advise(box={box!r}): expected a positive number, or a pair (low, high).")
     if not isinstance(features, int) or isinstance(features, bool) or features < 2:
         raise InputError(f"advise(features={features!r}): expected a whole number, 2 or more.")
     size = max(abs(ends[0]), abs(ends[1]))
     eps = torch.finfo(kind).eps
     limit = math.sqrt(max(eps, 2.0**-23)) if tolerance is None else tolerance
-    if not _is_number(limit) or not 0 < limit < 1:
+    if not is_number(limit) or not 0 < limit < 1:
         raise InputError(f"advise(tolerance={tolerance!r}): expected a number between 0 and 1.")
     room = math.log(limit / (2 * depth * eps))
     if room <= 0:
@@ -129,7 +129,8 @@ def advise(
     return Advice(depth, name, size, limit, math.exp(each), found)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether this is a number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

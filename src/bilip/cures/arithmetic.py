@@ -25,6 +25,7 @@ from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Skipped
 from bilip.cures.treated import CallWrapper, Plain, Stepwise, Treated, Wide, wrapped
 from bilip.errors import BilipError
+from bilip.testing.gains import jacobian
 
 __all__ = ["Arithmetic", "Refined", "Settings", "backward_error"]
 
@@ -298,13 +299,9 @@ class Refined(CallWrapper):
             return residual.reshape(x.shape)
         with torch.inference_mode(False), torch.enable_grad():
             at = x.clone().requires_grad_()
-            z = exact(at, context).flatten(1)
-            rows = [
-                torch.autograd.grad(z[:, k].sum(), at, retain_graph=k + 1 < count)[0].flatten(1) for k in range(count)
-            ]
-        jacobian = torch.stack(rows, 1)
-        fine = torch.isfinite(jacobian).flatten(1).all(1) & torch.isfinite(residual.flatten(1)).all(1)
+            slopes = jacobian(exact(at, context), at)
+        fine = torch.isfinite(slopes).flatten(1).all(1) & torch.isfinite(residual.flatten(1)).all(1)
         eye = torch.eye(count, dtype=x.dtype, device=x.device)
-        jacobian = torch.where(fine[:, None, None], jacobian, eye)
-        step = solve_ex(jacobian, residual.flatten(1)[:, :, None]).result[..., 0]
+        slopes = torch.where(fine[:, None, None], slopes, eye)
+        step = solve_ex(slopes, residual.flatten(1)[:, :, None]).result[..., 0]
         return torch.where(fine[:, None], step, torch.zeros_like(step)).reshape(x.shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bilip.cures.diagnose import NonFinite, Watch
+from bilip.cures.watching import NonFinite, Watch
 from bilip.errors import MissingExtra
 
 try:

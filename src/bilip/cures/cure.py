@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bilip._progress import Progress
 from bilip.auditing import Budget, Thresholds, audit
@@ -22,229 +20,21 @@ from bilip.auditing.probes.probe import PROBES
 from bilip.auditing.subject import Subject
 from bilip.auditing.verdicts import judge
 from bilip.cures import arithmetic, replacements, reranging  # noqa: F401 - they enter themselves
+from bilip.cures.advise import is_number
+from bilip.cures.result import Attempt, Cure
 from bilip.cures.rung import RUNGS, Case, Skipped
 from bilip.cures.treated import Treated, copied
 from bilip.cures.tuning import Tuning, held_out_loss
 from bilip.data import Source
-from bilip.errors import BilipError, CheckpointError, InputError, MissingExtra, said_by
-from bilip.record import USES, AuditRecord, Status, environment, read_json, write_aside, write_json
+from bilip.errors import BilipError, InputError, said_by
+from bilip.record import USES, AuditRecord, Status
 
-__all__ = ["Attempt", "Cure", "cure", "restore"]
+__all__ = ["cure"]
 
 EVERYWHERE = "ood-inversion"  # round trips outside the data too
 _COST = 0.02 * math.log(2)  # nats per dimension: 0.02 bits
-_AUDITED = frozenset(
-    {"inversion", "sampling", "likelihood", "ood-likelihood"}
-)  # whatever is asked for, unless others=False
-
-
-@dataclass
-class Attempt:
-    """One way that was tried.
-
-    Attributes:
-        rung: Name of the rung.
-        what: What was done, in words.
-        outcome: `cured`, `not safe`, `too costly`, `skipped` or `failed`.
-        reason: Why, in one sentence.
-        record: The audit afterwards, where there was one.
-        cost: Held-out loss afterwards, and by how much it rose; empty without a loss.
-        repair_seconds: Time of the repair.
-        audit_seconds: Time of the audit.
-        facts: What the rung itself reports.
-        settings: What applies it again.
-        verdicts: Status of each use that was asked for.
-    """
-
-    rung: str
-    what: str
-    outcome: str
-    reason: str = ""
-    record: AuditRecord | None = None
-    cost: dict[str, float] = field(default_factory=dict)
-    repair_seconds: float = 0.0
-    audit_seconds: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    verdicts: dict[str, str] = field(default_factory=dict)
-    treated: Treated | None = field(default=None, repr=False)
-    loss: Any = field(default=None, repr=False)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON values, without the audit."""
-        return {
-            name: getattr(self, name)
-            for name in (
-                "rung",
-                "what",
-                "outcome",
-                "reason",
-                "cost",
-                "repair_seconds",
-                "audit_seconds",
-                "facts",
-                "verdicts",
-            )
-        }
-
-
-@dataclass
-class Cure:
-    """What came out of a cure.
-
-    Attributes:
-        status: `cured`; `not needed`, the model is safe as it is; `best so far`, the time was over before a cure was found and the
-            model is better than before, but not safe; or `not cured`.
-        model: The cured model, in evaluation mode; a copy of the model as it was if nothing was needed; `None` if nothing held.
-        done: What was done, in words.
-        uses: What had to become safe.
-        before: The audit of the model as it was.
-        after: The audit of `model`; `None` if nothing held.
-        tried: Every way that was tried, in order, those that were skipped included.
-        held_out: The held-out loss before, where there was a loss.
-        loss: The loss with its own parameters as tuned along, where it is a module.
-        chosen: The way that was handed over, one of `tried`.
-        interrupted: Whether Ctrl-C ended it.
-
-    Example:
-        >>> import bilip, torch
-        >>> from bilip.demo import load_demo_flow
-        >>> result = bilip.cure(load_demo_flow("affine_half"), torch.rand(1000, 2) * 8 - 4)
-        >>> result.status
-        'not needed'
-    """
-
-    status: str
-    model: Any
-    done: str
-    uses: tuple[str, ...]
-    before: AuditRecord
-    after: AuditRecord | None
-    tried: tuple[Attempt, ...]
-    held_out: dict[str, float] = field(default_factory=dict)
-    loss: Any = None
-    chosen: Attempt | None = field(default=None, repr=False)
-    interrupted: bool = False
-
-    @property
-    def cured(self) -> bool:
-        """Whether the wanted uses are safe now."""
-        return self.status in ("cured", "not needed")
-
-    @property
-    def cost(self) -> dict[str, float]:
-        """The held-out loss afterwards, and by how much it rose (`rise`)."""
-        return {} if self.chosen is None else dict(self.chosen.cost)
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def summary(self) -> str:
-        """A table of what was tried, in text."""
-        lines = [f"{self.status}: {self.done}" if self.done else self.status]
-        for attempt in self.tried:
-            rise = attempt.cost.get("rise")
-            cost = "" if rise is None else f", held-out loss {rise:+.3g}"
-            lines.append(f"  {attempt.rung:12} {attempt.outcome:10} {attempt.what or attempt.reason}{cost}")
-            if attempt.what and attempt.reason and attempt.outcome != "cured":
-                lines.append(f"  {'':23} {attempt.reason}")
-        return "\n".join(lines)
-
-    def plain(self) -> dict[str, Any]:
-        """What was done, as JSON values; the audits have files of their own."""
-        return {
-            "format": "bilip-cure",
-            "version": 1,
-            "status": self.status,
-            "done": self.done,
-            "uses": list(self.uses),
-            "steps": [] if self.chosen is None else [{"rung": self.chosen.rung, "settings": self.chosen.settings}],
-            "held_out_before": self.held_out,
-            "cost": self.cost,
-            "tried": [attempt.plain() for attempt in self.tried],
-            "environment": environment(),
-        }
-
-    def save(self, folder: str | Path) -> None:
-        """Write `cure.json`, the audits and the weights, under the library's own names, as `model.safetensors` (else `model.pt`).
-
-        `bilip.cures.restore(model, folder)` brings a model of the same architecture into the cured form.
-        """
-        target = Path(folder)
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            for name in (
-                "cure.json",
-                "after.json",
-                "model.safetensors",
-            ):  # of an earlier cure, which this one may not have
-                (target / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
-        if self.chosen is not None and self.chosen.treated is not None:
-            _write_state(target, self.chosen.treated.state())
-        elif self.model is not None:
-            _write_state(target, copied(self.model).state())
-        self.before.save(target / "before.json")
-        if self.after is not None:
-            self.after.save(target / "after.json")
-        write_json(target / "cure.json", self.plain())  # last: a folder without it is not whole
-
-
-def restore(model: Any, folder: str | Path) -> Any:
-    """A model in the form that a saved cure gave it.
-
-    Args:
-        model: A model built like the one that was cured; its weights do not matter. It is not changed.
-        folder: What `Cure.save` or `bilip cure --out` wrote.
-
-    Returns:
-        The cured model, in evaluation mode.
-    """
-    source = Path(folder)
-    document = read_json(source / "cure.json")
-    if not isinstance(document, dict) or document.get("format") != "bilip-cure":
-        raise CheckpointError(f"{source / 'cure.json'} was not written by a cure.")
-    if document.get("status") == "not cured":
-        raise CheckpointError(f"{source} holds no model: nothing that was tried made it safe.")
-    treated = copied(model)
-    for step in document.get("steps", []):
-        rung = RUNGS.get(str(step.get("rung")))
-        if rung is None:
-            raise CheckpointError(
-                f"{source / 'cure.json'} names the rung {step.get('rung')!r:.40}, which this bilip does not know."
-            )
-        treated = rung().apply(treated, dict(step["settings"]))
-    try:
-        treated.load(_read_state(source))
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(
-            f"the weights in {source} do not fit {type(model).__name__} ({said_by(error)})."
-        ) from error
-    return treated.evaluated().model
-
-
-def _write_state(folder: Path, state: Mapping[str, Tensor]) -> None:
-    try:
-        import safetensors.torch as safetensors
-    except ImportError as error:
-        raise MissingExtra("saving a cured model needs safetensors: pip install 'bilip[train]'.") from error
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    write_aside(folder / "model.safetensors", safetensors.save(tensors))
-
-
-def _read_state(folder: Path) -> dict[str, Tensor]:
-    try:
-        import safetensors.torch as safetensors
-    except ImportError as error:
-        raise MissingExtra("loading a cured model needs safetensors: pip install 'bilip[train]'.") from error
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; Cure.save writes it.")
-    try:
-        return safetensors.load(path.read_bytes())
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({said_by(error)}).") from error
+# Uses that are audited whatever is asked for, unless others=False.
+_AUDITED = frozenset({"inversion", "sampling", "likelihood", "ood-likelihood"})
 
 
 def cure(
@@ -316,82 +106,50 @@ def cure(
         ('cured', 'arithmetic')
     """
     given = {k: v for k, v in locals().items() if k not in ("model", "data")}
-    return _Ladder(model, data, **given).climb()
+    return _Ladder(model, data, SimpleNamespace(**given)).climb()
 
 
 class _Ladder:
-    def __init__(
-        self,
-        model: Any,
-        data: Any,
-        *,
-        uses: Sequence[str] | str | None,
-        loss: Any,
-        train: Any,
-        held_out: Any,
-        ood: Sequence[str],
-        time: float | None,
-        rungs: Sequence[str] | str | None,
-        all_rungs: bool,
-        others: bool,
-        most_cost: float | None,
-        steps: int,
-        rate: float,
-        batch: int,
-        tune_tf32: bool,
-        budget: str | Budget,
-        thresholds: Thresholds | None,
-        seed: int,
-        name: str | None,
-        keep_interrupted: bool,
-        progress: Progress | None,
-        each: Callable[[Attempt], object],
-    ) -> None:
-        self.started = monotonic()
-        for label, value in (("steps", steps), ("batch", batch)):
+    """The rungs, tried one after the other.
+
+    Args:
+        model: The model.
+        data: Sources for the audits.
+        asked: The other arguments of `cure`, by their names.
+    """
+
+    def __init__(self, model: Any, data: Any, asked: SimpleNamespace) -> None:
+        for label in ("steps", "batch"):
+            value = getattr(asked, label)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"cure({label}={value!r}): expected a whole number, 1 or more.")
-        for label, number, least in (("rate", rate, 0.0), ("time", time, 0.0), ("most_cost", most_cost, -math.inf)):
-            if number is not None and not (_is_number(number) and least < number < math.inf):
+        for label, least in (("rate", 0.0), ("time", 0.0), ("most_cost", -math.inf)):
+            number = getattr(asked, label)
+            if number is not None and not (is_number(number) and least < number < math.inf):
                 raise InputError(f"cure({label}={number!r}): expected a{' positive' if least == 0 else ''} number.")
-        self.model, self.seed, self.all_rungs, self.keep = model, seed, all_rungs, keep_interrupted
-        self.end = math.inf if time is None else self.started + time
-        self.time, self.others = time, others
-        self.asked = _uses(uses)
-        self.rungs = _chosen(rungs)
-        self.progress, self.each = progress, each
-        self.treated = copied(model)
-        self.subject = Subject(self.treated.adapted, name or _name(model))
-        spent = budget if isinstance(budget, Budget) else budget_named(budget)
-        if EVERYWHERE in (self.asked or ()) and not ood and not isinstance(data, Mapping):
+        self.model, self.seed, self.all_rungs, self.keep = model, asked.seed, asked.all_rungs, asked.keep_interrupted
+        self.time, self.others, self.progress, self.each = asked.time, asked.others, asked.progress, asked.each
+        self.end = math.inf if self.time is None else monotonic() + self.time
+        self.asked, self.rungs = _uses(asked.uses), _chosen(asked.rungs)
+        self.treated, name = copied(model), asked.name or _name(model)
+        self.subject = Subject(self.treated.adapted, name)
+        spent = asked.budget if isinstance(asked.budget, Budget) else budget_named(asked.budget)
+        if EVERYWHERE in (self.asked or ()) and not asked.ood and not isinstance(data, Mapping):
             raise InputError(
                 "cure(uses=['ood-inversion']): there is no out-of-distribution source; name one with ood=."
             )
-        self.sources: list[Source] = make_sources(data, ood, spent, seed, self.subject)
+        self.sources: list[Source] = make_sources(data, asked.ood, spent, self.seed, self.subject)
         named = {str(label) for label in data} if isinstance(data, Mapping) else {self.sources[0].name}
         # Noise is made by each audit: shuffled like data, every row of it would be drawn with the 255 others of its chunk.
         self.given = {source.name: source for source in self.sources if source.name in named}
-        self._require_enough(spent, thresholds)
-        self.options: dict[str, Any] = {
-            "budget": budget,
-            "thresholds": thresholds,
-            "seed": seed,
-            "name": name or _name(model),
-            "keep_interrupted": False,
-        }
-        self.thresholds, self.most_cost = thresholds or Thresholds(), most_cost
+        self._require_enough(spent, asked.thresholds)
+        self.options: dict[str, Any] = {"budget": asked.budget, "thresholds": asked.thresholds, "seed": self.seed}
+        self.options |= {"name": name, "keep_interrupted": False}
+        self.thresholds, self.most_cost = asked.thresholds or Thresholds(), asked.most_cost
+        options = {"batch": asked.batch, "seed": self.seed, "steps": asked.steps, "rate": asked.rate}
         with self._drawing():  # a DataLoader draws its order where it is read
             self.tuning = Tuning.of(
-                loss,
-                train,
-                held_out,
-                self.treated,
-                self.sources,
-                batch=batch,
-                seed=seed,
-                steps=steps,
-                rate=rate,
-                tf32=tune_tf32,
+                asked.loss, asked.train, asked.held_out, self.treated, self.sources, tf32=asked.tune_tf32, **options
             )
         self.tried: list[Attempt] = []
         self.place = 0.0
@@ -411,7 +169,7 @@ class _Ladder:
     # ---- the climb
 
     def climb(self) -> Cure:
-        """Try rung after rung."""
+        """Try one rung after the other, until one cures, none is left or the time is over."""
         with self._drawing():
             return self._climb()
 
@@ -656,10 +414,6 @@ class _Ladder:
 
     def _shown(self, text: str, share: float) -> None:
         self._tell(text)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _listed(argument: str, value: Any) -> list[str]:

@@ -8,8 +8,7 @@ import functools
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, MethodType, TracebackType
@@ -24,9 +23,9 @@ from bilip.adapters.foreign import reference
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.subject import deepcopy_memo
 from bilip.cures.tuning import first_of, moved, scalar
-from bilip.errors import BilipError, InputError, TrainingDiverged, said_by
+from bilip.errors import BilipError, InputError, said_by
 
-__all__ = ["Diagnosis", "NonFinite", "Watch", "diagnose", "watch"]
+__all__ = ["Diagnosis", "diagnose"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -97,14 +96,6 @@ class Diagnosis:
         return asdict(self)
 
 
-class NonFinite(TrainingDiverged):
-    """A loss or a gradient that is not finite, with its `diagnosis`."""
-
-    def __init__(self, message: str, step: int, diagnosis: Diagnosis) -> None:
-        super().__init__(message, step)
-        self.diagnosis = diagnosis
-
-
 def diagnose(
     model: Any,
     batch: Any = None,
@@ -146,6 +137,7 @@ def diagnose(
 
 
 _MOST_ORIGINS = 8  # operations that are mended, one after the other
+_OWN = ("cures/diagnose.py", "cures/watching.py")  # files whose lines are no answer to where it happened
 
 
 class _Again:
@@ -296,7 +288,7 @@ class _Names:
         block, kind, module, line = "", "", "", ""
         while frame is not None:
             path = frame.f_code.co_filename
-            if not line and not path.endswith("cures/diagnose.py") and "torch" not in Path(path).parts[:-1]:
+            if not line and not path.endswith(_OWN) and "torch" not in Path(path).parts[:-1]:
                 text = linecache.getline(path, frame.f_lineno).strip()
                 line = f"{Path(path).name}:{frame.f_lineno} {text[:100]}"
             for owner in _owners(frame):
@@ -391,46 +383,37 @@ class _Operations(TorchFunctionMode):
             return  # it began elsewhere
         if not inputs and self.constant is not None:
             return
-        block, kind, module, line = self.names.place(sys._getframe(2))
-        place = (~torch.isfinite(bad.detach())).nonzero()[0].tolist() if bad.ndim else []
-        sample = place[0] if place and self.count and bad.shape[0] == self.count else None
-        around = [] if before is not None else inputs[:3]
-        found = Diagnosis(
-            True,
-            "forward",
-            block,
-            kind,
-            module,
-            name,
-            line,
-            sample,
-            tuple(_around(k, t, place, bad) for k, t in enumerate(around)),
-            float(bad.detach()[tuple(place)] if place else bad.detach()),
-        )
+        at = self.names.place(sys._getframe(2))
+        found = self.found("forward", name, at, bad, [] if before is not None else inputs)
         if inputs:
             self.origins[self.calls] = found
         else:
             self.constant = found
 
+    def found(
+        self, where: str, name: str, at: tuple[str, str, str, str], bad: Tensor, inputs: Sequence[Tensor]
+    ) -> Diagnosis:
+        """The diagnosis for a result of an operation that is not finite, from where it happened and what went in."""
+        bad, (block, kind, module, line) = bad.detach(), at
+        place = (~torch.isfinite(bad)).nonzero()[0].tolist() if bad.ndim else []
+        sample = place[0] if place and self.count and bad.shape[0] == self.count else None
+        around = tuple(_around(k, t, place, bad) for k, t in enumerate(inputs[:3]))
+        value = float(bad[tuple(place)] if place else bad)
+        return Diagnosis(True, where, block, kind, module, name, line, sample, around, value)
+
 
 def _short(func: Any) -> str:
     """The name of a function of torch, as users write it."""
     name = (resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-1]
-    return {
-        "__itruediv__": "div_",
-        "__imul__": "mul_",
-        "__iadd__": "add_",
-        "__isub__": "sub_",
-        "__pow__": "pow",
-        "__rpow__": "pow",
-        "__matmul__": "matmul",
-        "__truediv__": "div",
-        "__mul__": "mul",
-        "__add__": "add",
-        "__sub__": "sub",
-        "__rtruediv__": "div",
-        "__rdiv__": "div",
-    }.get(name, name)
+    return _OPERATORS.get(name, name)
+
+
+_OPERATORS = {f"__{name}__": name for name in ("pow", "matmul", "mul", "add", "sub")}  # as users write them
+_OPERATORS |= {f"__i{name}__": f"{name}_" for name in ("mul", "add", "sub")} | {
+    "__itruediv__": "div_",
+    "__rpow__": "pow",
+}
+_OPERATORS |= dict.fromkeys(("__truediv__", "__rtruediv__", "__rdiv__"), "div")
 
 
 def _in_place(name: str) -> bool:
@@ -501,24 +484,9 @@ def _backward(total: Tensor, operations: _Operations) -> Diagnosis:
             )
             if bad is None or any(isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in given):
                 return
-            name, block, kind, module, line = operations.nodes.get(near[node]) or ("", "", "", "", "")
-            place = (~torch.isfinite(bad)).nonzero()[0].tolist() if bad.ndim else []
-            sample = place[0] if place and operations.count and bad.shape[0] == operations.count else None
-            inputs = tuple(_around(k, t, place, bad) for k, t in enumerate(given) if isinstance(t, Tensor))
-            first.append(
-                Diagnosis(
-                    True,
-                    "backward",
-                    block,
-                    kind,
-                    module,
-                    name or node.name(),
-                    line,
-                    sample,
-                    inputs[:3],
-                    float(bad[tuple(place)] if place else bad),
-                )
-            )
+            name, *at = operations.nodes.get(near[node]) or ("", "", "", "", "")
+            inputs = [t for t in given if isinstance(t, Tensor)]
+            first.append(operations.found("backward", name or node.name(), (at[0], at[1], at[2], at[3]), bad, inputs))
 
         return look
 
@@ -601,118 +569,3 @@ _BY_OPERATION = (
         "Numbers beyond the largest of the dtype: weights or the state explode. Lower the learning rate, clip gradients, audit the model.",
     ),
 )
-
-
-class Watch:
-    """Looks at losses and gradients while a model is trained; diagnoses the first that is not finite.
-
-    Args:
-        model: The model.
-        loss: `loss(model, batch)`, for the replay; by default as in `diagnose`.
-        save: A folder for what failed: weights, batch and random state, for `Watch.replay`.
-        stop: Raise `NonFinite` at the first failure; else the diagnosis is kept and training goes on.
-
-    Attributes:
-        diagnosis: What was found, or `None`.
-        steps: Steps that were watched.
-    """
-
-    def __init__(
-        self, model: Any, loss: Loss | None = None, *, save: str | Path | None = None, stop: bool = True
-    ) -> None:
-        self.model, self.loss, self.save, self.stop = model, loss, None if save is None else Path(save), stop
-        self.adapted = adapt(model)
-        self.target: nn.Module = model if isinstance(model, nn.Module) else self.adapted.bijection
-        self.steps, self.diagnosis = 0, None
-        self._random = torch.get_rng_state()
-
-    def step(self, loss: Tensor, batch: Any) -> bool:
-        """Call it between `loss.backward()` and `optimizer.step()`: whether all is finite.
-
-        Raises:
-            NonFinite: The loss or a gradient is not, and `stop` is set.
-        """
-        self.steps += 1
-        gradients = [p.grad for p in self.target.parameters() if p.grad is not None]
-        sizes = torch._foreach_norm(gradients) if gradients else []
-        total = torch.stack([loss.detach().to(torch.float64).sum(), *(s.to(loss.device, torch.float64) for s in sizes)])
-        if bool(torch.isfinite(total).all()):
-            self._random = torch.get_rng_state()
-            return True
-        after = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
-            if self.save is not None:
-                self._write(batch)
-            found = diagnose(self.model, batch, loss=self.loss, step=self.steps)
-        finally:
-            torch.set_rng_state(after)
-        if self.diagnosis is None:
-            self.diagnosis = found
-        if self.stop:
-            said = (
-                str(found)
-                if found.found
-                else "the replay of the batch is finite: what failed depends on random numbers or other code."
-            )
-            raise NonFinite(f"training broke in step {self.steps}: {said}", self.steps, found)
-        return False
-
-    def _write(self, batch: Any) -> None:
-        folder = self.save
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "state": self.target.state_dict(),
-                "batch": batch,
-                "random": self._random,
-                "step": self.steps,
-                "training": self.target.training,
-            },
-            folder / "failure.pt",
-        )
-
-    @staticmethod
-    def replay(model: Any, folder: str | Path, loss: Loss | None = None) -> Diagnosis:
-        """Diagnose what a watch has saved, with a model of the same architecture; it is loaded with the saved weights.
-
-        Tensors alone are read, nothing in the file is executed.
-        """
-        path = Path(folder) / "failure.pt"
-        if not path.is_file():
-            raise InputError(f"{path} does not exist; a Watch with save= writes it where training breaks.")
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        model = copy.deepcopy(model)
-        target = model if isinstance(model, nn.Module) else adapt(model).bijection
-        target.load_state_dict(saved["state"])
-        target.train(saved["training"])
-        with torch.random.fork_rng():
-            torch.set_rng_state(saved["random"])
-            return diagnose(model, saved["batch"], loss=loss, step=saved["step"])
-
-
-@contextmanager
-def watch(
-    model: Any, loss: Loss | None = None, *, save: str | Path | None = None, stop: bool = True
-) -> Iterator[Watch]:
-    """A `Watch` for a training loop.
-
-    Example:
-        >>> import bilip, torch
-        >>> flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"))
-        >>> optimizer = torch.optim.SGD(flow.parameters(), lr=1e6)
-        >>> with bilip.cures.watch(flow, stop=False) as watching:
-        ...     for _ in range(5):
-        ...         x = torch.randn(64, 2)
-        ...         loss = -flow.log_prob(x).mean()
-        ...         optimizer.zero_grad()
-        ...         loss.backward()
-        ...         if not watching.step(loss, x):
-        ...             break
-        ...         optimizer.step()
-        >>> watching.diagnosis.found
-        True
-    """
-    yield Watch(model, loss, save=save, stop=stop)

@@ -32,22 +32,15 @@ LogScale = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where an affine block has its raw scales.
+    """Where an affine block has its raw scales."""
 
-    Attributes:
-        owner: The module that holds the net.
-        attribute: Name of the net in it.
-        log_scale: log g as a function of the raw scale, monotone.
-        layout: Which outputs of the net are raw scales: `all`, the `first` or `second` half, every `even` or `odd` one, or `pair`
-            for a net that returns (shift, raw scale).
-        dim: Dimension of the outputs.
-    """
-
-    owner: nn.Module
-    attribute: str
-    log_scale: LogScale
+    owner: nn.Module  # the module that holds the net
+    attribute: str  # name of the net in it
+    log_scale: LogScale  # log g as a function of the raw scale, monotone
+    # Which outputs of the net are raw scales: `all`, the `first` or `second` half, every `even` or `odd` one, or
+    # `pair` for a net that returns (shift, raw scale).
     layout: str
-    dim: int = 1
+    dim: int = 1  # dimension of the outputs
 
     @property
     def net(self) -> nn.Module:
@@ -386,18 +379,18 @@ def _match_means(part: Bijection, nets: list[Ranged], x: Tensor, context: Tensor
             means = part(x[rows], given).mean(axes)
             wanted = (aim[rows].mean(axes) - means).detach().double()
 
-            def pulled(weights: Tensor) -> Tensor:
+            def vjp(weights: Tensor) -> Tensor:
                 found = torch.autograd.grad(means @ weights.to(means), shifts, retain_graph=True, allow_unused=True)
                 return torch.cat([torch.zeros_like(s) if g is None else g for g, s in zip(found, shifts, strict=True)])
 
             place = torch.arange(1, len(means) + 1, device=means.device)
-            slope, weighted = pulled(torch.ones_like(means)).double(), pulled(place).double()
+            slope, weighted = vjp(torch.ones_like(means)).double(), vjp(place).double()
             channel = torch.where(slope == 0, torch.ones_like(slope), weighted / slope)
             if bool(((channel - channel.round()).abs() < 1e-3).all()):
                 index = (channel.round().long() - 1).clamp(0, len(means) - 1)
                 step = torch.where(slope == 0, torch.zeros_like(slope), wanted[index] / slope)
             elif len(means) <= 64:
-                rows_of = torch.stack([pulled(row) for row in torch.eye(len(means), device=means.device)]).double()
+                rows_of = torch.stack([vjp(row) for row in torch.eye(len(means), device=means.device)]).double()
                 step = torch.linalg.pinv(rows_of, rtol=1e-6) @ wanted
             else:
                 step = torch.zeros_like(slope)

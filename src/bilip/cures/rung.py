@@ -31,27 +31,16 @@ class Skipped(BilipError):
 
 @dataclass
 class Case:
-    """What is known about the model that is to be cured.
+    """What is known about the model that is to be cured."""
 
-    Attributes:
-        subject: The model as it is, for measuring; never changed.
-        sources: Where it is audited.
-        before: The audit as it is.
-        uses: What has to become safe.
-        tuning: Loss, batches and held-out batches; `None` without them.
-        left: Seconds that are left, possibly infinite.
-        tell: Called with a text, for progress.
-        was: TF32 and autocast as the model is run.
-    """
-
-    subject: Subject
-    sources: list[Source]
-    before: AuditRecord
-    uses: tuple[str, ...]
-    tuning: Tuning | None
-    left: Callable[[], float]
-    tell: Callable[[str], None]
-    was: dict[str, Any] = field(default_factory=dict)
+    subject: Subject  # the model as it is, for measuring; never changed
+    sources: list[Source]  # where it is audited
+    before: AuditRecord  # the audit as it is
+    uses: tuple[str, ...]  # what has to become safe
+    tuning: Tuning | None  # loss, batches and held-out batches; `None` without them
+    left: Callable[[], float]  # seconds that are left, possibly infinite
+    tell: Callable[[str], None]  # called with a text, for progress
+    was: dict[str, Any] = field(default_factory=dict)  # TF32 and autocast as the model is run
 
     @property
     def tuned(self) -> Tuning:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from bilip.adapters.foreign import reference
 from bilip.auditing.float32 import float32_products
 from bilip.auditing.subject import Subject, deepcopy_memo
 from bilip.blocks import Bijection, Flow
+from bilip.blocks.bijection import Directed
 from bilip.errors import InputError, said_by
 
 __all__ = ["Plain", "Stepwise", "Treated", "TreatedFlow", "copied", "wrapped"]
@@ -23,17 +23,11 @@ __all__ = ["Plain", "Stepwise", "Treated", "TreatedFlow", "copied", "wrapped"]
 
 @dataclass(frozen=True)
 class Treated:
-    """A copy of a model, perhaps changed.
+    """A copy of a model, perhaps changed."""
 
-    Attributes:
-        model: What the user calls: an object of their library, or a wrapper around one.
-        native: The object of their library, whose `state_dict` is saved.
-        adapted: The model as an audit takes it.
-    """
-
-    model: Any
-    native: Any
-    adapted: Adapted
+    model: Any  # what the user calls: an object of their library, or a wrapper around one
+    native: Any  # the object of their library, whose `state_dict` is saved
+    adapted: Adapted  # the model as an audit takes it
 
     @property
     def bijection(self) -> Bijection:
@@ -169,7 +163,7 @@ class TreatedFlow(Flow):
         return self.adapted_base.sample(count, None, options.get("generator"))
 
 
-class Stepwise(Bijection):
+class Stepwise(Directed):
     """The blocks of a model one after the other, each in the dtype of its own parameters; latents keep the last one.
 
     Args:
@@ -189,19 +183,7 @@ class Stepwise(Bijection):
     def _all(self) -> list[Bijection]:
         return list(self.blocks)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._all_blocks(x, context, inverse=False, log_det=False)[0]
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._all_blocks(z, context, inverse=True, log_det=False)[0]
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._all_blocks(x, context, inverse=False, log_det=True)
-
-    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._all_blocks(z, context, inverse=True, log_det=True)
-
-    def _all_blocks(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, Tensor]:
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
         total = x.new_zeros(len(x), dtype=torch.float64)
         for block in reversed(self._all()) if inverse else self._all():
             x, context = _fitting(block, x, context)
@@ -235,7 +217,7 @@ def _floats(block: nn.Module) -> Iterator[Tensor]:
     return (t for t in (*block.parameters(), *block.buffers()) if t.is_floating_point())
 
 
-class CallWrapper(Bijection):
+class CallWrapper(Directed):
     """A bijection around another one, whose four calls all pass through `_run`; shapes and parts are those of the inner one."""
 
     def __init__(self, inner: Bijection) -> None:
@@ -247,17 +229,11 @@ class CallWrapper(Bijection):
     def _run(self, call: Callable[..., Any], x: Tensor, context: Tensor | None) -> Any:
         return call(x, context)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._run(self.inner.__call__, x, context)
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._run(self.inner.inverse, z, context)
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(self.inner.forward_and_log_det, x, context)
-
-    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._run(self.inner.inverse_and_log_det, z, context)
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+        inner = self.inner
+        if log_det:
+            return self._run(inner.inverse_and_log_det if inverse else inner.forward_and_log_det, x, context)
+        return (self._run(inner.inverse if inverse else inner.__call__, x, context),)
 
     def parts(self, name: str = "") -> list[tuple[str, Bijection]]:
         return self.inner.parts(name)
@@ -297,15 +273,3 @@ class Wide(CallWrapper):
         given = context.double() if context is not None and context.is_floating_point() else context
         with torch.autocast(x.device.type, enabled=False):
             return call(x.double(), given)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode

@@ -26,9 +26,10 @@ from bilip.auditing.audit import main_source
 from bilip.auditing.float32 import float32_products
 from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Screen, Skipped
-from bilip.cures.treated import Treated, evaluating
+from bilip.cures.treated import Treated
 from bilip.data import Source
 from bilip.errors import InputError, said_by
+from bilip.nets.replay import evaluating
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.regularizers.penalty import Latent, SkippedSamples
 
@@ -40,28 +41,19 @@ _MOST_HELD_OUT = 2048  # rows set aside at most
 
 @dataclass
 class Tuning:
-    """What fine-tuning needs.
+    """What fine-tuning needs."""
 
-    Attributes:
-        loss: `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are tuned along.
-        batches: Called for an endless stream of batches.
-        held_out: Batches on which the cost is measured.
-        held_out_from: Where these come from, in words.
-        steps: Largest number of steps.
-        rate: Learning rate of Adam.
-        clip: Largest norm of a gradient.
-        tf32: Whether the steps, not what is measured, multiply in TF32.
-        metrics: Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
-    """
-
+    # `loss(model, batch)`, a scalar, or a mapping with a scalar `loss`. A module has parameters of its own, which are
+    # tuned along.
     loss: Loss
-    batches: Callable[[], Iterator[Any]]
-    held_out: list[Any]
-    held_out_from: str
-    steps: int = 400
-    rate: float = 3e-4
-    clip: float = 1.0
-    tf32: bool = False
+    batches: Callable[[], Iterator[Any]]  # called for an endless stream of batches
+    held_out: list[Any]  # batches on which the cost is measured
+    held_out_from: str  # where these come from, in words
+    steps: int = 400  # largest number of steps
+    rate: float = 3e-4  # learning rate of Adam
+    clip: float = 1.0  # largest norm of a gradient
+    tf32: bool = False  # whether the steps, not what is measured, multiply in TF32
+    # Further numbers of `loss`, such as an accuracy, are reported where it returns a mapping.
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -504,9 +496,7 @@ class RoundTrip(Penalty):
         self.noise = self._number("noise", noise, least=0.0)
 
     def value(self, model: Bijection, x: Tensor, latent: Latent | None, step: int, context: Tensor | None) -> Tensor:
-        def terms(kept: Tensor | None) -> Tensor:
-            points = x if kept is None else x[kept]
-            given = None if context is None else context if kept is None else context[kept]
+        def terms(points: Tensor, given: Tensor | None) -> Tensor:
             z = model(points, given)
             generator = torch.Generator().manual_seed(step)
             signs = (torch.randint(0, 2, z.shape, generator=generator) * 2 - 1).to(z)
@@ -514,8 +504,7 @@ class RoundTrip(Penalty):
             size = points.flatten(1).square().sum(1).clamp_min(1e-12)
             return torch.log1p((back - points).flatten(1).square().sum(1) / (size * self.noise))
 
-        found = self._finite_only(terms, len(x))
-        return found.mean() if len(found) else x.new_zeros(())
+        return self._finite_mean(terms, x, context)
 
 
 class _Trips:

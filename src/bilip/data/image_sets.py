@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bilip.data.files import SUFFIXES, pillow
-from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, load_images
+from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, labelled, load_images
 from bilip.errors import DataNotFound, InputError, MissingExtra
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
@@ -290,7 +290,7 @@ def _mat(path: Path) -> Images:
 
 
 def _pictures(about: ImageSet, folder: Path, paths: list[Path]) -> Images:
-    """Images in folders, each cut to its centre square and averaged; folders below are the classes, where all images lie in some."""
+    """Images in folders, each cut to its centre square and averaged; folders below are the classes, where there are several."""
     out = np.empty((len(paths), 3, about.side, about.side), np.uint8)
     for k, path in enumerate(paths):
         try:
@@ -298,11 +298,8 @@ def _pictures(about: ImageSet, folder: Path, paths: list[Path]) -> Images:
                 out[k] = _square(picture, about)
         except (OSError, ValueError, SyntaxError) as error:
             raise InputError(f"{path} is not a readable image ({error}): get it again, or delete it.") from error
-    parts = [path.relative_to(folder).parts for path in paths]
-    if any(len(part) < 2 for part in parts) or len({part[0] for part in parts}) == 1:
-        return Images(torch.from_numpy(out))
-    classes = tuple(sorted({part[0] for part in parts}))
-    return Images(torch.from_numpy(out), torch.tensor([classes.index(part[0]) for part in parts]), classes)
+    found = labelled(torch.from_numpy(out), folder, paths)
+    return found if found.classes is None or len(found.classes) > 1 else Images(found.x)
 
 
 def _square(picture: Any, about: ImageSet) -> np.ndarray:

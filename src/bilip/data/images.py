@@ -7,6 +7,7 @@ import pickle
 import pickletools
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -134,8 +135,12 @@ def load_images(path: str | Path) -> Images:
 
 def _folder(folder: Path) -> Images:
     rows = FolderRows(folder)
-    x = rows.read(0, rows.count)
-    parts = [path.relative_to(folder).parts for path in rows.paths]
+    return labelled(rows.read(0, rows.count), folder, rows.paths)
+
+
+def labelled(x: Tensor, folder: Path, paths: Sequence[Path]) -> Images:
+    """Images of files below a folder; the folders right below it are the classes, where all images lie in some."""
+    parts = [path.relative_to(folder).parts for path in paths]
     if any(len(part) < 2 for part in parts):
         return Images(x)
     classes = tuple(sorted({part[0] for part in parts}))

@@ -62,13 +62,16 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
     for label, number, least in (("count", count, 1), ("seed", seed, 0)):
         if not isinstance(number, int) or number < least:
             raise InputError(f"noise({spec!r}, {label}={number!r}): expected a whole number, {least} or more.")
+
+    def made(rows: Rows, text: str) -> Source:
+        context = None if like.context_rows is None else _Around(like.context_rows, rows.count)
+        return Source(spec, rows, role="ood", description=text, context=context)
+
     if kind == "scaled":
-        count = min(count, like.count)
-        rows = MappedRows(like.rows, lambda x: x * factor, count=count)
-        context = None if like.context_rows is None else _Around(like.context_rows, count)
-        return Source(spec, rows, role="ood", description=f"{like.name} times {factor:g}", context=context)
+        rows = MappedRows(like.rows, lambda x: x * factor, count=min(count, like.count))
+        return made(rows, f"{like.name} times {factor:g}")
     if kind == "shuffled":
-        return _shuffled(spec, like, count, seed)
+        return made(_shuffled(like, count, seed), f"{like.name} with features shuffled, seed {seed}")
     low, high = _range(like)
     center, half = (low + high) / 2, (high - low) / 2 * factor
     if not (np.isfinite(center).all() and np.isfinite(half).all()):
@@ -81,9 +84,10 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
         )
     low, high = center - half, center + half
     between = _span(low, high)
+    uniform = (lambda rng, size: low + (high - low) * rng.random(size), f"uniform noise on {between}")
     rules: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], np.ndarray], str]] = {
-        "uniform": (lambda rng, size: low + (high - low) * rng.random(size), f"uniform noise on {between}"),
-        "near": (lambda rng, size: low + (high - low) * rng.random(size), f"uniform noise on {between}"),
+        "uniform": uniform,
+        "near": uniform,
         "gaussian": (
             lambda rng, size: center + half * rng.standard_normal(size),
             f"gaussian noise, mean {_span(center, center)}, std {_span(half, half)}",
@@ -102,9 +106,7 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
         values = draw(rng, (ChunkRows.CHUNK, *like.shape))
         return torch.from_numpy(np.clip(values, low, high) if clip else values).to(like.dtype)
 
-    rows = ChunkRows(count, like.shape, like.dtype, make)
-    context = None if like.context_rows is None else _Around(like.context_rows, count)
-    return Source(spec, rows, role="ood", description=f"{text}, seed {seed}", context=context)
+    return made(ChunkRows(count, like.shape, like.dtype, make), f"{text}, seed {seed}")
 
 
 def _range(like: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +130,8 @@ def _span(low: np.ndarray, high: np.ndarray) -> str:
     return a if a == b else f"[{a}, {b}]"
 
 
-def _shuffled(spec: str, like: Source, count: int, seed: int) -> Source:
+def _shuffled(like: Source, count: int, seed: int) -> Rows:
+    """Rows each of whose entries comes from another sample of the data."""
     pool = like.spread(4096).x.flatten(1)
 
     def make(index: int) -> Tensor:
@@ -136,11 +139,7 @@ def _shuffled(spec: str, like: Source, count: int, seed: int) -> Source:
         rows = torch.from_numpy(rng.integers(0, len(pool), (ChunkRows.CHUNK, pool.shape[1])))
         return pool.gather(0, rows).reshape(-1, *like.shape)
 
-    rows = ChunkRows(count, like.shape, like.dtype, make)
-    context = None if like.context_rows is None else _Around(like.context_rows, count)
-    return Source(
-        spec, rows, role="ood", description=f"{like.name} with features shuffled, seed {seed}", context=context
-    )
+    return ChunkRows(count, like.shape, like.dtype, make)
 
 
 class _Around(Rows):

@@ -8,11 +8,12 @@ each folder says how, and what was measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
+from bilip._progress import Progress, silent
 from bilip.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,19 +85,18 @@ class Demo:
         return self.records[TITLES[BROKEN]]
 
 
-def run_demo(budget: str = "quick", progress: Callable[[str, float], None] | None = None) -> Demo:
+def run_demo(budget: str = "quick", progress: Progress | None = None) -> Demo:
     """Audit the three flows on fresh data and on uniform noise around it, and cure the one that breaks there.
 
     Args:
         budget: Of each audit: `"quick"`, `"standard"` or `"thorough"`.
         progress: Called with what is going on and the share of the work that is done.
     """
-    steps = len(NAMES) + 1
+    steps, tell = len(NAMES) + 1, progress or silent
 
-    def follow(k: int, name: str) -> Callable[[str, float], None]:
+    def follow(k: int, name: str) -> Progress:
         def show(text: str, share: float) -> None:
-            if progress is not None:
-                progress(f"{name}: {text}", (k + share) / steps)
+            tell(f"{name}: {text}", (k + share) / steps)
 
         return show
 
@@ -120,7 +120,7 @@ def _map_of(model: Any, budget: str) -> Sequence[Measurement]:
     return bilip.audit(model, data, ood=["uniform:2"], probes=["map"], budget=budget).measurements
 
 
-def _audit(name: str, budget: str, progress: Callable[[str, float], None]) -> AuditRecord:
+def _audit(name: str, budget: str, progress: Progress) -> AuditRecord:
     import bilip
     from bilip.data import Source, checkerboard
     from bilip.data.rows import TensorRows
@@ -139,7 +139,7 @@ def _audit(name: str, budget: str, progress: Callable[[str, float], None]) -> Au
     )
 
 
-def _cure(budget: str, progress: Callable[[str, float], None]) -> Cure:
+def _cure(budget: str, progress: Progress) -> Cure:
     import bilip
     from bilip.data import checkerboard
 

@@ -25,11 +25,11 @@ from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
 from bilip.nets.layers import GainConv2d, LayeredNet
-from bilip.nets.read import CONVS, Affine, Linear, Reading, container, double_twin, read, unknown
+from bilip.nets.read import CONVS, Affine, Linear, Reading, container, float64_copy, read, unknown
 from bilip.nets.readable import changed, tampered
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["double_twin", "enclose", "log_cap", "log_lipschitz", "point_image"]
+__all__ = ["float64_copy", "enclose", "log_cap", "log_lipschitz", "point_image"]
 
 T = TypeVar("T")
 _MEMO: ContextVar[dict | None] = ContextVar("norms", default=None)

@@ -28,7 +28,7 @@ from bilip.nets.norms import conv_norm, matrix_norm
 from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["Affine", "Linear", "Reading", "Rearranged", "double_twin", "read", "reader", "require_finite", "unknown"]
+__all__ = ["Affine", "Linear", "Reading", "Rearranged", "float64_copy", "read", "reader", "require_finite", "unknown"]
 
 
 class Reading(Protocol):
@@ -80,21 +80,13 @@ def copies(around: Sequence[int], mode: str, shape: Shape | None) -> int:
 
 @dataclass(frozen=True)
 class Affine:
-    """A linear or convolution layer in float64, as it acts.
-
-    Attributes:
-        weight: The weight.
-        bias: The bias.
-        conv: The layer, for a convolution.
-        cap: A bound on its norm, if it is held.
-        slack: How far each entry of the weight may be off, relative to it.
-    """
+    """A linear or convolution layer in float64, as it acts."""
 
     weight: Tensor
     bias: Tensor | None
-    conv: nn.Module | None = None
-    cap: float = math.inf
-    slack: float = 0.0
+    conv: nn.Module | None = None  # the layer, for a convolution
+    cap: float = math.inf  # a bound on its norm, if it is held
+    slack: float = 0.0  # how far each entry of the weight may be off, relative to it
 
     @property
     def _device(self) -> torch.device | None:
@@ -379,7 +371,7 @@ class _Stated(Reading):
                     f"and {tuple(error.shape)}",
                 )
             return image, found.nan_to_num(math.inf, math.inf)
-        copied = double_twin(self.net).to(value.device)
+        copied = float64_copy(self.net).to(value.device)
 
         def act(x: Tensor) -> Tensor:
             return (copied(x) if context is None else copied(x, context)).double()
@@ -437,6 +429,7 @@ def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype
     if not bool(alive.any()):  # out of range, perhaps: looked at where numbers are of the size of 1
         x, image = turn, act(turn)
         alive = change(2.0**-4) > 2.0**-13 * image.abs()
+    # Steps that float32 sees and dtypes of 16 bits do not, and that float64 sees and float32 does not.
     for step, coarse in ((2.0**-21, torch.bfloat16), (2.0**-36, torch.float32)):
         eps = torch.finfo(coarse).eps
         if eps > torch.finfo(dtype).eps and 2 * int((change(step)[alive] > 0).sum()) < int(alive.sum()):
@@ -450,22 +443,8 @@ def reader(layer: nn.Module) -> Reading | None:
     return None
 
 
-@reader.register(nn.Linear)
-@reader.register(nn.Conv1d)
-@reader.register(nn.Conv2d)
-@reader.register(nn.Conv3d)
-def _(layer: nn.Module) -> Reading:
-    return _checked_conv(layer, Linear)
-
-
-@reader.register(GainConv2d)
-def _(layer: nn.Module) -> Reading:
-    return _checked_conv(layer, _Gained)
-
-
-@reader.register(HeldLinear)
-@reader.register(HeldConv2d)
-def _(layer: Any) -> Reading:
+def _checked_held(layer: Any) -> Reading:
+    """A held layer, unless what it was held for was changed since."""
     if not layer.coefficient > 0:
         raise unknown(layer, f"has coefficient={layer.coefficient}, not a positive number")
     if isinstance(layer, HeldConv2d) and tuple(layer.kernel_size) != tuple(layer.weight.shape[2:]):
@@ -488,18 +467,21 @@ def _checked_conv(layer: Any, reading: type[Linear]) -> Reading:
     return reading(layer)
 
 
-@reader.register(nn.Flatten)
-def _(layer: nn.Flatten) -> Reading | None:
+def _flatten(layer: nn.Flatten) -> Reading | None:
     return Rearranged(lambda v: v.flatten(1)) if (layer.start_dim, layer.end_dim) == (1, -1) else None
 
 
-@reader.register(Declared)
-def _(layer: Declared) -> Reading:
-    return _Vouched(layer)
-
-
-for _kind in activations.KNOWN:
-    reader.register(_kind, activations.facts)  # type: ignore[arg-type]
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_READERS: dict[type[nn.Module], Callable[..., Reading | None]] = {
+    **dict.fromkeys((nn.Linear, *CONVS), functools.partial(_checked_conv, reading=Linear)),
+    **dict.fromkeys((HeldLinear, HeldConv2d), _checked_held),
+    GainConv2d: functools.partial(_checked_conv, reading=_Gained),
+    nn.Flatten: _flatten,
+    Declared: _Vouched,
+    **dict.fromkeys(activations.KNOWN, activations.facts),  # type: ignore[arg-type]
+}
+for _kind, _read in _READERS.items():
+    reader.register(_kind, _read)
 
 as_born(*{part for kind in reader.registry for part in kind.__mro__ if part not in (object, nn.Module)})
 as_born(nn.Sequential, LayeredNet)
@@ -547,9 +529,6 @@ def read(layer: nn.Module) -> Reading:
     raise unknown(layer, _why_not_known(layer))
 
 
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
 def _first(order: Sequence[type], name: str) -> int:
     """Where a name is defined first among classes."""
     return next((k for k, part in enumerate(order) if name in vars(part)), len(order))
@@ -576,15 +555,15 @@ def container(net: nn.Module) -> type | None:
     return next((base for base in (nn.Sequential, LayeredNet) if isinstance(net, base)), None)
 
 
-def double_twin(net: nn.Module) -> nn.Module:
+def float64_copy(net: nn.Module) -> nn.Module:
     """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that acts in the original."""
-    twin = copy.deepcopy(net).double().eval()
-    for original, layer in zip(net.modules(), twin.modules(), strict=True):
+    copied = copy.deepcopy(net).double().eval()
+    for original, layer in zip(net.modules(), copied.modules(), strict=True):
         for kind in (HeldLinear, HeldConv2d):
             if isinstance(original, kind) and type(original).held_weight is kind.held_weight:
                 layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
                 layer.coefficient = math.inf  # type: ignore[assignment]
-    return twin.requires_grad_(False)
+    return copied.requires_grad_(False)
 
 
 _DECLARE = "If you know its constant, declare it: bilip.nets.Declared(net, lipschitz=...)."

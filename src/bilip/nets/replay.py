@@ -20,6 +20,7 @@ __all__ = [
     "batch_norms",
     "buffers_again",
     "draws_numbers",
+    "evaluating",
     "frozen_statistics",
     "hooks_wait",
     "leaves_behind",
@@ -61,7 +62,7 @@ class Seeds:
         self.last: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self) -> None:
-        """Before the first unit."""
+        """Take note of the state before the first unit."""
         self.last = self._now()
         if self.last is not None:
             self.states[-1] = self.last
@@ -235,6 +236,18 @@ def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, mode in changed:
             module.training = mode
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, and the mode of every part as it was afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def leaves_behind(outputs: Iterable[Tensor], known: Collection[Tensor]) -> list[Tensor]:

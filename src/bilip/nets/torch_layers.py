@@ -26,21 +26,14 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class _Map(Reading):
-    """A layer whose interval image is found by its own function.
-
-    Attributes:
-        layer: The layer.
-        constant: Its Lipschitz constant for samples of a shape, rounded up.
-        box: Its interval image.
-        value: Its value in float64 and the error of that value alone, for a batch.
-        shape: How it changes the shape of a sample.
-    """
+    """A layer whose interval image is found by its own function."""
 
     layer: nn.Module
-    constant: Callable[[Shape | None], float]
-    box: Callable[[Box], Box]
+    constant: Callable[[Shape | None], float]  # its Lipschitz constant for samples of a shape, rounded up
+    box: Callable[[Box], Box]  # its interval image
+    # Its value in float64 and the error of that value alone, for a batch.
     value: Callable[[Tensor], tuple[Tensor, Tensor]]
-    shape: Callable[[Shape], Shape]
+    shape: Callable[[Shape], Shape]  # how it changes the shape of a sample
     fresh: bool = True
 
     def log_lipschitz(self, shape=None, outputs=None, inputs=None):
@@ -268,14 +261,12 @@ def _pad(layer: Any, mode: str) -> Reading | None:
 # ---- rearrangement
 
 
-@reader.register(nn.PixelShuffle)
-def _pixel_shuffle(layer: nn.PixelShuffle) -> Reading:
-    return Rearranged(lambda v: F.pixel_shuffle(v, layer.upscale_factor))
-
-
-@reader.register(nn.PixelUnshuffle)
-def _pixel_unshuffle(layer: nn.PixelUnshuffle) -> Reading:
-    return Rearranged(lambda v: F.pixel_unshuffle(v, layer.downscale_factor))
+reader.register(
+    nn.PixelShuffle, lambda layer: Rearranged(partial(F.pixel_shuffle, upscale_factor=layer.upscale_factor))
+)
+reader.register(
+    nn.PixelUnshuffle, lambda layer: Rearranged(partial(F.pixel_unshuffle, downscale_factor=layer.downscale_factor))
+)
 
 
 @reader.register(nn.Unflatten)

@@ -1,28 +1,24 @@
 """Samples of flows that were trained on faces, with the pixels that are not finite.
 
-The flows are those of `dequantization_attack`, which draws the samples while it has the weights. Where that recipe has measured a part
-with the same configuration, in the folder beside this one, its samples are taken and nothing is trained.
+The flows are those of `dequantization_attack`, which draws the samples while it has the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bilip.recipes import dequantization_attack, figures
 from bilip.recipes.face_flows import TITLES, Config, runs_of
-from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, runs_of_part
+from bilip.recipes.parts import Borrowed
+from bilip.recipes.recipe import Figures, Found, Line, Topic, percent, runs_of_part
 
 __all__ = ["RECIPE"]
 
-NUMBERS = ("steps", "bits", "side", "images", "model", "diverged", "samples", "test_bits")
 ROWS = {"data": "data", "samples": "samples, the first", "lost": "samples, broken first"}
-CURVES = ("log_step", "log_samples_lost", "log_pixels_lost", "log_test_bits")
 
 
-class CelebaSamples(Recipe):
+class CelebaSamples(Borrowed):
     """How many samples hold numbers that are not finite, along training and in the end."""
 
     name = "celeba_samples"
@@ -39,28 +35,13 @@ class CelebaSamples(Recipe):
         "A share of many samples, not a picture of 32. A pixel counts as broken where the inverse is not finite before its last sigmoid, "
         "which turns Inf into 0 or 1; the paper shows what is NaN after it.",
     )
-    partial = True
+    lender = dequantization_attack.RECIPE
+    numbers = ("steps", "bits", "side", "images", "model", "diverged", "samples", "test_bits")
+    arrays = (*ROWS, *(f"{name}_broken" for name in ROWS))
+    arrays += ("log_step", "log_samples_lost", "log_pixels_lost", "log_test_bits")
 
     def parts(self, config: Config) -> Sequence[str]:
         return ("affine", "modified")
-
-    def has(self, part: str, config: Config) -> bool:
-        return part in TITLES
-
-    def defining(self, config: Config) -> dict[str, Any]:
-        return dequantization_attack.RECIPE.defining(config)
-
-    def run(self, part: str, config: Config, work: Work) -> Measured:
-        recipe = dequantization_attack.RECIPE
-        m = taken(recipe, part, config, work) or recipe.run(part, config, work)
-        if not work.main:
-            return Measured({})
-        wanted = {*ROWS, *(f"{name}_broken" for name in ROWS), *CURVES}
-        return replace(
-            m,
-            numbers={name: m.numbers[name] for name in NUMBERS if name in m.numbers},
-            arrays={name: value for name, value in m.arrays.items() if name in wanted},
-        )
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,19 @@ from bilip.objectives import Likelihood
 from bilip.probes import Attack
 from bilip.recipes import figures
 from bilip.recipes.plane import MOST, condition, grid, round_trip_errors, summary
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, require, runs_of_part
+from bilip.recipes.recipe import (
+    Figures,
+    Found,
+    Line,
+    Measured,
+    Recipe,
+    Topic,
+    Work,
+    require,
+    runs_of_part,
+    sized,
+    sizes_of,
+)
 from bilip.training import Task, load_weights, read_state
 
 __all__ = ["RECIPE", "Config"]
@@ -35,45 +47,26 @@ ATTACK_RADIUS = 0.125
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        couplings: Affine couplings; the paper's 100 blocks are 100 pairs.
-        blocks: Residual blocks.
-        hidden: Hidden layers of the coupling nets.
-        residual_hidden: Hidden layers of the residual branches.
-        activation: Of the coupling nets.
-        preactivate: Whether coupling nets begin with their activation.
-        coefficient: Certified constant of every residual branch.
-        batch: Samples in each step.
-        lr: Learning rate of Adam.
-        clip: Largest norm of a gradient.
-        steps: Training steps of the affine flows.
-        residual_lr: Learning rate of the residual flow.
-        residual_steps: Its training steps.
-        evaluate_every: Steps from one test loss to the next.
-        test: Test samples.
-        spacing: Of the grid on [-8, 8]^2.
-        attack_steps: Of the attack on the trained flows.
-    """
-
-    couplings: int = 200
-    blocks: int = 100
-    hidden: tuple[int, ...] = (128, 128, 128, 128)
-    residual_hidden: tuple[int, ...] = (128, 128, 128, 128)
-    activation: str = "scaled_swish"
-    preactivate: bool = True
-    coefficient: float = 0.8
-    batch: int = 500
-    lr: float = 1e-3
-    clip: float | None = None
-    steps: int = 50_000
-    residual_lr: float = 1e-3
-    residual_steps: int = 50_000
-    evaluate_every: int = 100
-    test: int = 10_000
-    spacing: float = 0.05
-    attack_steps: int = 30
+    couplings: int = sized(200, quick=20)  # affine couplings; the paper's 100 blocks are 100 pairs
+    blocks: int = sized(100, quick=8)  # residual blocks
+    hidden: tuple[int, ...] = sized((128, 128, 128, 128), quick=(64, 64))  # hidden layers of the coupling nets
+    # Hidden layers of the residual branches.
+    residual_hidden: tuple[int, ...] = sized((128, 128, 128, 128), quick=(64, 64))
+    activation: str = sized("scaled_swish", quick="swish")  # of the coupling nets
+    preactivate: bool = sized(True, quick=False)  # whether coupling nets begin with their activation
+    coefficient: float = 0.8  # certified constant of every residual branch
+    batch: int = sized(500, quick=50)  # samples in each step
+    lr: float = sized(1e-3, quick=2e-2)  # learning rate of Adam
+    clip: float | None = sized(None, quick=1.0)  # largest norm of a gradient
+    steps: int = sized(50_000, gpu=2000, quick=4000)  # training steps of the affine flows
+    residual_lr: float = sized(1e-3, quick=1e-2)  # learning rate of the residual flow
+    residual_steps: int = sized(50_000, gpu=1000, quick=800)  # its training steps
+    evaluate_every: int = sized(100, gpu=250, quick=200)  # steps from one test loss to the next
+    test: int = sized(10_000, quick=5000)  # test samples
+    spacing: float = sized(0.05, quick=0.1)  # of the grid on [-8, 8]^2
+    attack_steps: int = sized(30, gpu=10)  # of the attack on the trained flows
 
     def __post_init__(self) -> None:
         require(self, free=("clip",))
@@ -83,24 +76,8 @@ class Config:
             )
 
 
-PAPER = Config()
-QUICK = Config(
-    couplings=20,
-    blocks=8,
-    hidden=(64, 64),
-    residual_hidden=(64, 64),
-    activation="swish",
-    preactivate=False,
-    batch=50,
-    lr=2e-2,
-    clip=1.0,
-    steps=4000,
-    residual_lr=1e-2,
-    residual_steps=800,
-    evaluate_every=200,
-    test=5000,
-    spacing=0.1,
-)
+SIZES = sizes_of(Config)
+QUICK = SIZES["quick"]
 
 
 class CheckerboardFlows(Recipe):
@@ -109,11 +86,7 @@ class CheckerboardFlows(Recipe):
     name = "checkerboard"
     where = "figures of the 2D checkerboard: samples, reconstruction error, learned density"
     claim = "Affine flows become non-invertible outside of their data; (0.5, 1) is better; a residual flow stays invertible."
-    sizes: Mapping[str, Config] = {
-        "quick": QUICK,
-        "gpu": replace(PAPER, steps=2000, residual_steps=1000, evaluate_every=250, attack_steps=10),
-        "paper": PAPER,
-    }
+    sizes: Mapping[str, Config] = SIZES
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
         "gpu": "7 and a half minutes a seed on one H200, with --jobs 3 under CUDA's MPS",

@@ -19,14 +19,21 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bilip import Bijection, Guard, Reversible, models
-from bilip.data import ImageBatches, image_set, seed_of
+from bilip.data import ImageBatches, seed_of
 from bilip.errors import InputError, NotMeasured
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.probes import extremes, jacobian
 from bilip.recipes.classifier_runs import GRID, TABLE, Run, classifier_figures, classifier_lines
-from bilip.recipes.images import count_parameters, require_same_images, require_side, shrunk, start_actnorms
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.images import (
+    cifar10_sets,
+    count_parameters,
+    make_glow,
+    require_same_images,
+    require_side,
+    start_actnorms,
+)
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.reversible import angle
 from bilip.training import Task
@@ -46,49 +53,28 @@ WITH_ANGLES = (*(f"affine-conv1x1-{kind}" for kind in ("none", "fd", "nf", "guar
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        side: Height and width of the images; smaller than 32 they are averaged.
-        images: Training images; 0 for all there are.
-        test: Test images; 0 for all.
-        levels: Levels of the network.
-        blocks: Blocks a level.
-        hidden: Channels of the nets.
-        batch: Images in each step.
-        epochs: Passes through the images. The rate falls tenfold at 30, 60 and 80 % of them.
-        lr: Learning rate of Adam.
-        start: Images that the ActNorms start from.
-        strength: Factor of all coefficients of regularizers.
-        fd_eps: Step of the finite differences.
-        fd_every: Training steps from one such penalty to the next.
-        evaluate_every: Epochs from one evaluation to the next.
-        inverted: Test images that are reconstructed during training; all of them in the end.
-        spectra: Images whose singular values are measured during training.
-        spectra_end: And in the end.
-        angle_batches: Batches of the gradient angles.
-        grid: Epochs of each run of the coefficient grid; 0 to leave it out.
-    """
-
-    side: int = 32
-    images: int = 0
-    test: int = 0
-    levels: int = 3
-    blocks: int = 16
-    hidden: int = 128
-    batch: int = 128
-    epochs: int = 200
-    lr: float = 1e-4
-    start: int = 512
-    strength: float = 1.0
-    fd_eps: float = 0.1
-    fd_every: int = 10
-    evaluate_every: int = 2
-    inverted: int = 2048
-    spectra: int = 2
-    spectra_end: int = 16
-    angle_batches: int = 40
-    grid: int = 0
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=512)  # training images; 0 for all there are
+    test: int = sized(0, quick=512)  # test images; 0 for all
+    levels: int = sized(3, quick=2)  # levels of the network
+    blocks: int = sized(16, quick=4)  # blocks a level
+    hidden: int = sized(128, quick=32)  # channels of the nets
+    batch: int = sized(128, quick=64)  # images in each step
+    # Passes through the images. The rate falls tenfold at 30, 60 and 80 % of them.
+    epochs: int = sized(200, gpu=20, quick=40)
+    lr: float = sized(1e-4, quick=4e-3)  # learning rate of Adam
+    start: int = 512  # images that the ActNorms start from
+    strength: float = sized(1.0, quick=100.0)  # factor of all coefficients of regularizers
+    fd_eps: float = 0.1  # step of the finite differences
+    fd_every: int = sized(10, quick=5)  # training steps from one such penalty to the next
+    evaluate_every: int = sized(2, quick=20)  # epochs from one evaluation to the next
+    inverted: int = sized(2048, quick=512)  # test images that are reconstructed during training; all of them in the end
+    spectra: int = sized(2, quick=1)  # images whose singular values are measured during training
+    spectra_end: int = sized(16, quick=4)  # and in the end
+    angle_batches: int = sized(40, quick=4)  # batches of the gradient angles
+    grid: int = 0  # epochs of each run of the coefficient grid; 0 to leave it out
 
     def __post_init__(self) -> None:
         require(self, nonnegative=("images", "test", "grid"))
@@ -103,28 +89,7 @@ class Cifar10Classifier(Recipe):
     claim = (
         "Affine classifiers lose their inverse while they train; FD and NF regularizers keep it at the same accuracy."
     )
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=512,
-            test=512,
-            levels=2,
-            blocks=4,
-            hidden=32,
-            batch=64,
-            epochs=40,
-            lr=4e-3,
-            strength=100.0,
-            fd_every=5,
-            evaluate_every=20,
-            inverted=512,
-            spectra=1,
-            spectra_end=4,
-            angle_batches=4,
-        ),
-        "gpu": Config(epochs=20),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "7 minutes of one core, half of that on two",
         "gpu": "20 epochs; on one H200 in pieces of ten minutes that go on, with --jobs 5 under CUDA's MPS; not timed as a whole yet",
@@ -143,6 +108,7 @@ class Cifar10Classifier(Recipe):
         "coefficient, has 5e-5 as additive conv.",
     )
     partial = True
+    named = Run.of
 
     def parts(self, config: Config) -> Sequence[str]:
         """The twelve runs of the table and the guarded one, in the order of what they tell; then the coefficient grid."""
@@ -151,13 +117,6 @@ class Cifar10Classifier(Recipe):
         if config.grid:
             runs += [f"{model}-{kind}-e{config.grid}" for model in TABLE[:3] for kind in GRID]
         return runs
-
-    def has(self, part: str, config: Config) -> bool:
-        try:
-            Run.of(part)
-        except InputError:
-            return False
-        return True
 
     def defining(self, config: Config) -> dict[str, Any]:
         return {name: value for name, value in asdict(config).items() if name != "grid"}
@@ -214,28 +173,18 @@ class Cifar10Classifier(Recipe):
 
 def load(config: Config, work: Work) -> tuple[ImageBatches, ImageBatches, dict[str, Any]]:
     """Training and test images on the device, and what they are."""
-    sets = [image_set("cifar10", split, work.data) for split in ("train", "test")]
-    wanted = (config.images, config.test)
-    cut = [shrunk(images, count, config.side) for images, count in zip(sets, wanted, strict=True)]
-    facts = {"images": len(cut[0]), "test_images": len(cut[1])}
-    require_same_images(work, facts, cut)
-    if len(cut[1]) < FIRST + config.spectra_end:
+    sets, facts = cifar10_sets(config, work)
+    require_same_images(work, facts, sets.values())
+    if facts["test_images"] < FIRST + config.spectra_end:
         raise InputError(f"--set test={config.test}: expected {FIRST + config.spectra_end} test images or more.")
     options: dict[str, Any] = {"device": work.device, "mean": MEAN, "std": STD}
-    train = ImageBatches(cut[0], config.batch, pad=max(1, config.side // 8), **options)
-    return train, ImageBatches(cut[1], 1, pad=0, **options), facts
+    train = ImageBatches(sets["train"], config.batch, pad=max(1, config.side // 8), **options)
+    return train, ImageBatches(sets["cifar10"], 1, pad=0, **options), facts
 
 
 def make_model(run: Run, config: Config) -> Classifier:
     """The network of a run, before it has seen data."""
-    trunk = models.glow(
-        (3, config.side, config.side),
-        levels=config.levels,
-        blocks=config.blocks,
-        hidden=config.hidden,
-        coupling=run.coupling,
-        mixing=run.mixing,
-    )
+    trunk = make_glow(config, coupling=run.coupling, mixing=run.mixing)
     model = models.classifier(trunk)
     if run.reversible:
         model.trunk = Reversible(trunk, Guard())

@@ -20,7 +20,6 @@ from torch import Tensor
 from bilip import Flow, models
 from bilip.auditing.round_trip import norms
 from bilip.blocks import ActNorm, Chain, Logit
-from bilip.blocks.scale import TanhExpScale
 from bilip.data import IMAGE_SETS, image_set, seed_of
 from bilip.errors import DataNotFound, InputError
 from bilip.objectives import Likelihood
@@ -29,9 +28,11 @@ from bilip.recipes.flow_probes import NOISE, Inputs, Trip
 from bilip.recipes.flow_runs import GLOWS, SETS, SOURCES, Run, flow_figures, flow_lines
 from bilip.recipes.images import (
     Dequantized,
+    cifar10_sets,
     count_parameters,
     load_average,
     look_steps,
+    make_multiscale,
     require_batch,
     require_same_images,
     require_side,
@@ -40,109 +41,69 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
-from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, share_terms, solved_inverse
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
+from bilip.recipes.residual_flows import by_series, is_residual, loose_inverse, make_residual, solved_inverse
 from bilip.training import Task
 
 __all__ = ["RECIPE", "Config"]
 
-PRIOR = TanhExpScale(clamp=3.0)  # of the channels that leave early: their deviation is predicted within e^-3 and e^3
 MAY_BE_ZERO = ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip")  # settings that may be 0
 MAY_BE_ZERO += ("residual_dense", "residual_warmup", "exact_terms")
-ALPHA = 0.05  # of the logit that a residual flow begins with
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        side: Height and width of the images; smaller than 32 they are averaged.
-        images: Training images; 0 for all there are.
-        test: Test images; 0 for all.
-        bits: Of a pixel and its dequantization.
-        levels: Levels of the network.
-        blocks: Blocks a level.
-        hidden: Channels of the nets.
-        mixing: `conv1x1`, `reverse` or `shuffle`.
-        prior: Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
-        batch: Images in each step.
-        steps: Steps.
-        optimizer: `adam` or `adamax`.
-        lr: Learning rate.
-        warmup: Steps over which it grows.
-        weight_decay: See `Settings`.
-        clip: Largest norm of a gradient; 0 for any.
-        ema: Decay of an average of the weights, which is then what is measured; 0 for none.
-        skip: Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
-        start: Images that the ActNorms start from.
-        looks: Evaluations along training, evenly spaced.
-        looked: Images of each source that are reconstructed then.
-        test_looked: Test images whose likelihood is computed then.
-        conditions: Images of each source whose condition number is found, at about half of them.
-        lanczos: Steps of Lanczos' method for each.
-        samples: Samples drawn in the end.
-        ood: Images of each set that are reconstructed in the end.
-        referenced: Of them with a float64 reference of their likelihood.
-        pictures: Images of each set that are kept for the figures.
-        points: Images at which the log-determinant is held against the Jacobian.
-        residual_blocks: Blocks of each scale of the residual flow.
-        residual_hidden: Channels of its nets.
-        residual_dense: Fully connected blocks at its end.
-        residual_steps: Its steps, by Adam without weight decay.
-        residual_lr: Its learning rate.
-        residual_warmup: Steps over which that grows.
-        coefficient: Certified constant of its branches.
-        exact_terms: Terms of its log-determinants that are always there; a Poisson number of further ones, the same for all blocks of
-            a step, makes the estimate unbiased.
-        recompute: Whether its activations are computed again in the backward pass instead of kept.
-        residual_looks: Its evaluations along training.
-        residual_ood: Images of each set that it reconstructs in the end.
-        residual_loose: Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
-        residual_repeats: Estimates of its log-determinant that are averaged before it is held against the Jacobian.
-    """
-
-    side: int = 32
-    images: int = 0
-    test: int = 0
-    bits: int = 8
-    levels: int = 3
-    blocks: int = 32
-    hidden: int = 512
-    mixing: str = "reverse"
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=4096)  # training images; 0 for all there are
+    test: int = sized(0, quick=1000)  # test images; 0 for all
+    bits: int = 8  # of a pixel and its dequantization
+    levels: int = sized(3, quick=2)  # levels of the network
+    blocks: int = sized(32, gpu=16, quick=8)  # blocks a level
+    hidden: int = sized(512, gpu=256, quick=32)  # channels of the nets
+    mixing: str = sized("reverse", gpu="conv1x1", quick="conv1x1")  # `conv1x1`, `reverse` or `shuffle`
+    # Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
     prior: bool = True
-    batch: int = 64
-    steps: int = 100_000
-    optimizer: str = "adamax"
-    lr: float = 5e-4
-    warmup: int = 3905
-    weight_decay: float = 5e-5
-    clip: float = 0.0
-    ema: float = 0.0
+    batch: int = 64  # images in each step
+    steps: int = sized(100_000, gpu=5000, quick=600)  # training steps
+    optimizer: str = sized("adamax", gpu="adam", quick="adam")  # `adam` or `adamax`
+    lr: float = sized(5e-4, quick=4e-3)  # learning rate
+    warmup: int = sized(3905, gpu=500, quick=50)  # steps over which it grows
+    weight_decay: float = sized(5e-5, gpu=0.0, quick=0.0)  # see `Settings`
+    clip: float = 0.0  # largest norm of a gradient; 0 for any
+    ema: float = 0.0  # decay of an average of the weights, which is then what is measured; 0 for none
+    # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 640
-    looks: int = 20
-    looked: int = 512
-    test_looked: int = 10_000
-    conditions: int = 2
-    lanczos: int = 30
-    samples: int = 10_000
-    ood: int = 10_000
-    referenced: int = 10_000
-    pictures: int = 3
-    points: int = 2
-    residual_blocks: tuple[int, ...] = (16, 16, 16)
-    residual_hidden: int = 512
-    residual_dense: int = 4
-    residual_steps: int = 100_000
-    residual_lr: float = 1e-3
-    residual_warmup: int = 1000
-    coefficient: float = 0.98
+    start: int = sized(640, quick=256)  # images that the ActNorms start from
+    looks: int = sized(20, gpu=10, quick=6)  # evaluations along training, evenly spaced
+    looked: int = sized(512, gpu=128, quick=128)  # images of each source that are reconstructed then
+    test_looked: int = sized(10_000, gpu=1000, quick=512)  # test images whose likelihood is computed then
+    conditions: int = sized(2, quick=1)  # images of each source whose condition number is found, at about half of them
+    lanczos: int = sized(30, gpu=12, quick=12)  # steps of Lanczos' method for each
+    samples: int = sized(10_000, gpu=2000, quick=500)  # samples drawn in the end
+    ood: int = sized(10_000, quick=500)  # images of each set that are reconstructed in the end
+    referenced: int = sized(10_000, gpu=2000, quick=500)  # of them with a float64 reference of their likelihood
+    pictures: int = 3  # images of each set that are kept for the figures
+    points: int = 2  # images at which the log-determinant is held against the Jacobian
+    # Blocks of each scale of the residual flow.
+    residual_blocks: tuple[int, ...] = sized((16, 16, 16), gpu=(8, 8, 8), quick=(4, 4))
+    residual_hidden: int = sized(512, gpu=256, quick=32)  # channels of its nets
+    residual_dense: int = sized(4, quick=2)  # fully connected blocks at its end
+    residual_steps: int = sized(100_000, gpu=1000, quick=300)  # its steps, by Adam without weight decay
+    residual_lr: float = sized(1e-3, quick=2e-3)  # its learning rate
+    residual_warmup: int = sized(1000, gpu=100, quick=30)  # steps over which that grows
+    coefficient: float = 0.98  # certified constant of its branches
+    # Terms of its log-determinants that are always there; a Poisson number of further ones, the same for all blocks
+    # of a step, makes the estimate unbiased.
     exact_terms: int = 2
-    recompute: bool = True
-    residual_looks: int = 10
-    residual_ood: int = 10_000
+    # Whether its activations are computed again in the backward pass instead of kept.
+    recompute: bool = sized(True, gpu=False, quick=False)
+    residual_looks: int = sized(10, gpu=4, quick=3)  # its evaluations along training
+    residual_ood: int = sized(10_000, gpu=2000, quick=500)  # images of each set that it reconstructs in the end
+    # Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
     residual_loose: int = 500
+    # Estimates of its log-determinant that are averaged before it is held against the Jacobian.
     residual_repeats: int = 64
 
     def __post_init__(self) -> None:
@@ -176,63 +137,7 @@ class Cifar10Flow(Recipe):
     name = "cifar10_flow"
     where = "table of flow results on CIFAR-10, figures of stability statistics and reconstructions"
     claim = "An affine flow becomes unstable on its own samples while it trains; additive flows and those onto (0.5, 1) stay reliable."
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=4096,
-            test=1000,
-            levels=2,
-            blocks=8,
-            hidden=32,
-            mixing="conv1x1",
-            steps=600,
-            optimizer="adam",
-            lr=4e-3,
-            warmup=50,
-            weight_decay=0.0,
-            start=256,
-            looks=6,
-            looked=128,
-            test_looked=512,
-            conditions=1,
-            lanczos=12,
-            samples=500,
-            ood=500,
-            referenced=500,
-            residual_blocks=(4, 4),
-            residual_hidden=32,
-            residual_dense=2,
-            residual_steps=300,
-            residual_lr=2e-3,
-            residual_warmup=30,
-            recompute=False,
-            residual_looks=3,
-            residual_ood=500,
-        ),
-        "gpu": Config(
-            blocks=16,
-            hidden=256,
-            mixing="conv1x1",
-            steps=5000,
-            optimizer="adam",
-            warmup=500,
-            weight_decay=0.0,
-            looks=10,
-            looked=128,
-            test_looked=1000,
-            lanczos=12,
-            samples=2000,
-            referenced=2000,
-            residual_blocks=(8, 8, 8),
-            residual_hidden=256,
-            residual_steps=1000,
-            residual_warmup=100,
-            recompute=False,
-            residual_looks=4,
-            residual_ood=2000,
-        ),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "3 minutes of one core, 2 on two",
         "gpu": "5,000 steps of three flows; about a quarter of an hour on one H200 with --jobs 3 under CUDA's MPS, an estimate",
@@ -253,16 +158,10 @@ class Cifar10Flow(Recipe):
         "4 of 256 grey levels. Condition numbers in float64, the largest of some images, from below by Lanczos' method.",
     )
     partial = True
+    named = Run.of
 
     def parts(self, config: Config) -> Sequence[str]:
         return GLOWS
-
-    def has(self, part: str, config: Config) -> bool:
-        try:
-            Run.of(part)
-        except InputError:
-            return False
-        return True
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
         run = Run.of(part)
@@ -308,11 +207,8 @@ class Cifar10Flow(Recipe):
 
 def load(config: Config, work: Work) -> tuple[Dequantized, Inputs, dict[str, Any]]:
     """Training batches, what is measured, and what they are. Sets other than CIFAR-10 that are not there are left out, and named."""
-    train = shrunk(image_set("cifar10", "train", work.data), config.images, config.side)
-    images = {
-        "train": train,
-        "cifar10": shrunk(image_set("cifar10", "test", work.data), config.test, config.side),
-    }
+    images, counts = cifar10_sets(config, work)
+    train = images["train"]
     require_batch(train, config)
     missing = []
     for name in SETS:
@@ -323,8 +219,7 @@ def load(config: Config, work: Work) -> tuple[Dequantized, Inputs, dict[str, Any
         except DataNotFound:
             missing.append(name)
     facts = {
-        "images": len(train),
-        "test_images": len(images["cifar10"]),
+        **counts,
         "counts": {name: len(some) for name, some in images.items() if name != "train"},
         "of": {name: IMAGE_SETS[name].counts["test"] for name in images if name != "train"},
         "missing": missing,
@@ -361,40 +256,13 @@ def as_residual(config: Config) -> Config:
 
 def make_flow(run: Run, config: Config) -> Flow:
     """The flow of a run, before it has seen data."""
-    if run.kind == "residual":
-        return make_residual_flow(config)
-    trunk = models.glow(
-        (3, config.side, config.side),
-        levels=config.levels,
-        blocks=config.blocks,
-        hidden=config.hidden,
-        coupling=run.coupling,
-        scale=run.scale,
-        mixing=config.mixing,
-        factor_out=True,
-        learned_prior=config.prior,
-        prior_scale=PRIOR,
-    )
-    return models.flow(trunk)
-
-
-def make_residual_flow(config: Config) -> Flow:
-    """A residual flow on [-1/2, 1/2]: images are moved to [0, 1] first."""
-    shape = (3, config.side, config.side)
-    trunk = models.residual_flow(
-        shape,
-        blocks=config.residual_blocks,
-        hidden=config.residual_hidden,
-        coefficient=config.coefficient,
-        logit=ALPHA,
-        dense_blocks=config.residual_dense,
-        recompute=config.recompute,
-    )
-    share_terms(trunk, config.exact_terms)
-    move = ActNorm(3, start="identity").requires_grad_(False)
+    if run.kind != "residual":
+        return models.flow(make_multiscale(config, coupling=run.coupling, scale=run.scale))
+    trunk = make_residual(config, dense_blocks=config.residual_dense)
+    move = ActNorm(3, start="identity").requires_grad_(False)  # from [-1/2, 1/2] to [0, 1]
     with torch.no_grad():
         move.bias.fill_(0.5)
-    return Flow(Chain(move, *trunk, shape=shape))
+    return Flow(Chain(move, *trunk, shape=trunk.shape))
 
 
 class Looks:

@@ -25,17 +25,11 @@ __all__ = ["RECIPE", "Config"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the figure; the same for every size of the recipe, as it takes seconds.
+    """Sizes of the figure; the same for every size of the recipe, as it takes seconds."""
 
-    Attributes:
-        depth: Largest number of blocks.
-        t: The shift.
-        g: The scale.
-    """
-
-    depth: int = 60
-    t: float = 0.123456789
-    g: float = 0.1
+    depth: int = 60  # largest number of blocks
+    t: float = 0.123456789  # the shift
+    g: float = 0.1  # the scale
 
     def __post_init__(self) -> None:
         require(self, free=("t",))

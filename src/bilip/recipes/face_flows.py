@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bilip import Flow, models
+from bilip import Flow
 from bilip.blocks import ActNorm, AffineCoupling, Bijection, Chain, Checkerboard, Flatten, Logit, Split, Squeeze
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
 from bilip.data import IMAGE_SETS, Images, dequantize, image_set, seed_of
@@ -34,13 +34,12 @@ from bilip.recipes.images import (
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Found, Line, Measured, Work, require, runs_of_part, sound
-from bilip.recipes.residual_flows import share_terms
+from bilip.recipes.recipe import Found, Line, Measured, Work, require, runs_of_part, sized, sound
+from bilip.recipes.residual_flows import ALPHA, make_residual
 from bilip.training import Task
 
 __all__ = ["PARTS", "TITLES", "Config", "Faces", "load", "make_flow", "runs_of", "trained"]
 
-ALPHA = 0.05  # of the logit
 TITLES = {
     "affine": "affine",
     "modified": "modified affine",
@@ -53,83 +52,52 @@ MAY_BE_ZERO = ("images", "dense", "warmup", "clip", "ema", "skip", "exact_terms"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        side: Height and width of the images; smaller than 64 they are averaged.
-        images: Training images; 0 for all that are not test images.
-        test: Test images, the last ones of the set.
-        bits: Of a pixel and its dequantization.
-        blocks: Couplings of each scale; images are squeezed before each. Those of the first scale are masked.
-        hidden: Channels of the nets.
-        dense: Fully connected blocks at the end.
-        dense_hidden: Their width.
-        batch: Images in each step.
-        accumulate: Parts into which a batch is cut.
-        steps: Steps.
-        optimizer: `adam` or `adamax`, of the affine flows; the residual flow has Adam.
-        lr: Learning rate.
-        warmup: Steps over which it grows.
-        clip: Largest norm of a gradient, of a loss in nats per image; 0 for any.
-        ema: Decay of an average of the weights, which is then what is measured; 0 for none.
-        skip: Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
-        start: Images that the ActNorms start from.
-        looks: Evaluations along training, evenly spaced.
-        test_looked: Test images whose likelihood is computed then.
-        samples: Samples at each look and in the end.
-        shown: Images of each kind that are kept for the figures.
-        attacked: Training images that are attacked.
-        attack_steps: Steps of each attack.
-        iterations: Of the cut inverse of the residual flow that the paper's attack sees.
-        conditions: Points found by the attack whose condition number is computed.
-        lanczos: Steps of Lanczos' method for each.
-        plain: Dequantized training images that are reconstructed without any attack.
-        residual_blocks: Blocks of each scale of the residual flow.
-        residual_hidden: Channels of its nets.
-        residual_steps: Its steps.
-        coefficient: Certified constant of its branches.
-        exact_terms: Terms of its log-determinants that are always there.
-        recompute: Whether its activations are computed again in the backward pass instead of kept.
-        residual_attacked: Images that are attacked there.
-        residual_samples: Samples of it.
-    """
-
-    side: int = 64
-    images: int = 0
-    test: int = 1000
-    bits: int = 5
-    blocks: tuple[int, ...] = (16, 16, 16, 16)
-    hidden: int = 512
-    dense: int = 4
-    dense_hidden: int = 128
-    batch: int = 320
-    accumulate: int = 5
-    steps: int = 90_000
-    optimizer: str = "adamax"
-    lr: float = 1e-3
-    warmup: int = 1000
-    clip: float = 8517.0
-    ema: float = 0.999
+    side: int = sized(64, quick=16)  # height and width of the images; smaller than 64 they are averaged
+    images: int = sized(0, quick=2048)  # training images; 0 for all that are not test images
+    test: int = sized(1000, quick=256)  # test images, the last ones of the set
+    bits: int = 5  # of a pixel and its dequantization
+    # Couplings of each scale; images are squeezed before each. Those of the first scale are masked.
+    blocks: tuple[int, ...] = sized((16, 16, 16, 16), quick=(6, 6))
+    hidden: int = sized(512, gpu=128, quick=32)  # channels of the nets
+    dense: int = sized(4, quick=2)  # fully connected blocks at the end
+    dense_hidden: int = sized(128, quick=32)  # their width
+    batch: int = sized(320, gpu=64, quick=64)  # images in each step
+    accumulate: int = sized(5, gpu=1, quick=1)  # parts into which a batch is cut
+    steps: int = sized(90_000, gpu=2500, quick=800)  # training steps
+    # `adam` or `adamax`, of the affine flows; the residual flow has Adam.
+    optimizer: str = sized("adamax", gpu="adam", quick="adam")
+    lr: float = sized(1e-3, quick=2e-3)  # learning rate
+    warmup: int = sized(1000, gpu=300, quick=50)  # steps over which it grows
+    # Largest norm of a gradient, of a loss in nats per image; 0 for any.
+    clip: float = sized(8517.0, gpu=0.0, quick=0.0)
+    # Decay of an average of the weights, which is then what is measured; 0 for none.
+    ema: float = sized(0.999, gpu=0.0, quick=0.0)
+    # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 320
-    looks: int = 20
-    test_looked: int = 1000
-    samples: int = 512
-    shown: int = 8
-    attacked: int = 64
-    attack_steps: int = 200
-    iterations: int = 5
-    conditions: int = 4
-    lanczos: int = 12
-    plain: int = 1000
-    residual_blocks: tuple[int, ...] = (16, 16, 16, 16)
-    residual_hidden: int = 512
-    residual_steps: int = 90_000
-    coefficient: float = 0.98
-    exact_terms: int = 8
-    recompute: bool = True
-    residual_attacked: int = 32
-    residual_samples: int = 128
+    start: int = sized(320, gpu=256, quick=256)  # images that the ActNorms start from
+    looks: int = sized(20, gpu=6, quick=5)  # evaluations along training, evenly spaced
+    test_looked: int = sized(1000, gpu=500, quick=256)  # test images whose likelihood is computed then
+    samples: int = sized(512, gpu=256, quick=256)  # samples at each look and in the end
+    shown: int = sized(8, gpu=6)  # images of each kind that are kept for the figures
+    attacked: int = sized(64, gpu=32, quick=16)  # training images that are attacked
+    attack_steps: int = sized(200, quick=200)  # steps of each attack
+    iterations: int = 5  # of the cut inverse of the residual flow that the paper's attack sees
+    conditions: int = sized(4, gpu=2, quick=2)  # points found by the attack whose condition number is computed
+    lanczos: int = sized(12, gpu=6)  # steps of Lanczos' method for each
+    # Dequantized training images that are reconstructed without any attack.
+    plain: int = sized(1000, gpu=500, quick=256)
+    # Blocks of each scale of the residual flow.
+    residual_blocks: tuple[int, ...] = sized((16, 16, 16, 16), gpu=(4, 4, 4, 4), quick=(2, 2))
+    residual_hidden: int = sized(512, gpu=128, quick=16)  # channels of its nets
+    residual_steps: int = sized(90_000, gpu=800, quick=120)  # its steps
+    coefficient: float = 0.98  # certified constant of its branches
+    exact_terms: int = sized(8, gpu=4, quick=2)  # terms of its log-determinants that are always there
+    # Whether its activations are computed again in the backward pass instead of kept.
+    recompute: bool = sized(True, gpu=False, quick=False)
+    residual_attacked: int = sized(32, gpu=8, quick=4)  # images that are attacked there
+    residual_samples: int = sized(128, gpu=64, quick=32)  # samples of it
 
     def __post_init__(self) -> None:
         scaled = ("blocks", "residual_blocks", "coefficient", "dense_hidden")
@@ -197,19 +165,8 @@ def load(config: Config, work: Work) -> tuple[Faces, dict[str, Any]]:
 def make_flow(part: str, config: Config) -> Flow:
     """The flow of a part, before it has seen data."""
     if part == "residual":
-        trunk = models.residual_flow(
-            (3, config.side, config.side),
-            blocks=config.residual_blocks,
-            hidden=config.residual_hidden,
-            coefficient=config.coefficient,
-            squeeze_first=True,
-            dense_blocks=config.dense,
-            dense_hidden=config.dense_hidden,
-            logit=ALPHA,
-            recompute=config.recompute,
-        )
-        share_terms(trunk, config.exact_terms)
-        return Flow(trunk)
+        dense = {"dense_blocks": config.dense, "dense_hidden": config.dense_hidden}
+        return Flow(make_residual(config, squeeze_first=True, **dense))
     scale = SIGMOID if part == "affine" else HALF_SIGMOID
     return Flow(coupling_trunk(config, scale, masked=SIGMOID if part == "modified-unmasked" else scale))
 

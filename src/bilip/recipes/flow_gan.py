@@ -10,7 +10,6 @@ The generator's gradients pass through its inverse, from latents to images, with
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,131 +20,70 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, leaky_relu, linear, softplus
 from torch.nn.utils.parametrizations import spectral_norm
 
-from bilip import Bijection, Flow, Reversible, models
+from bilip import Bijection, Flow, Reversible
 from bilip.data import image_set, seed_of
 from bilip.errors import InputError
-from bilip.recipes import figures, flow_probes
-from bilip.recipes.cifar10_flow import PRIOR
+from bilip.recipes import flow_probes
 from bilip.recipes.flow_probes import Inputs, Trip
-from bilip.recipes.flow_runs import shares
+from bilip.recipes.gan_runs import KINDS, OBJECTIVES, PART, Run, gan_figures, gan_lines
 from bilip.recipes.images import (
     Dequantized,
     as_bytes,
+    cifar10_sets,
     count_parameters,
+    make_multiscale,
     require_batch,
     require_same_images,
-    shrunk,
     skipped_steps,
     start_actnorms,
 )
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, require, short
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.recipes.sample_quality import load_features, quality, train_features
 from bilip.training import Draw, Task, load_weights, read_state
 
 __all__ = ["RECIPE", "Config"]
 
-KINDS = ("additive", "affine")
-OBJECTIVES = {"mle": "MLE", "gan": "GAN", "flowgan": "Flow-GAN"}
-PART = re.compile(r"(additive|affine)-(mle|gan|flowgan)(-plain)?(-small)?(?:-steps([0-9]+))?")
 WHOLE = 3072  # dimensions of an image of CIFAR-10; of smaller ones a likelihood in nats counts as much more
-HUGE = 16.0  # bits per dimension: twice what a code needs that knows nothing of images
-STEEP = 1 / torch.finfo(torch.float32).eps  # a condition number at which float32 has no digit left
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run, as its part is named.
-
-    Example:
-        >>> Run.of("additive-gan-plain").title
-        'additive, GAN, no ActNorm'
-    """
-
-    kind: str
-    objective: str
-    actnorm: bool = True
-    small: bool = False
-    steps: int | None = None
-
-    @classmethod
-    def of(cls, part: str) -> Run:
-        """The run that a part names."""
-        match = PART.fullmatch(part)
-        if match is None:
-            raise InputError(
-                f"{part!r} names no run: expected, for example, additive-mle, affine-flowgan or additive-gan-plain."
-            )
-        kind, objective, plain, small, steps = match.groups()
-        return cls(kind, objective, plain is None, small is not None, int(steps) if steps else None)
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
-        return f"{self.kind}, {OBJECTIVES[self.objective]}{more}"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        side: Height and width of the images; smaller than 32 they are averaged.
-        images: Training images; 0 for all there are.
-        test: Test images; 0 for all.
-        bits: Of a pixel and its dequantization.
-        levels: Levels of the generator.
-        blocks: Blocks a level.
-        hidden: Channels of its nets.
-        small: Levels, blocks and channels of the smaller generator.
-        mixing: `conv1x1`, `reverse` or `shuffle`.
-        prior: Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
-        critic: Channels of the discriminator's seven convolutions; every second one halves height and width.
-        batch: Images in each step, and as many latents.
-        steps: Steps.
-        lr: Learning rate of both players.
-        penalty: Weight of the gradient penalty.
-        weight: Of the negative log-likelihood, nats per image of 32 x 32, beside the generator's loss; of smaller ones so much larger.
-        skip: Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
-        start: Images that the ActNorms start from.
-        looks: Evaluations along training, evenly spaced, and two more before the first of them.
-        looked: Test images that are reconstructed then.
-        test_looked: Test images whose likelihood is computed then.
-        conditions: Test images whose condition number is found.
-        lanczos: Steps of Lanczos' method for each.
-        samples: Samples drawn in the end, and test images they are compared with.
-        pictures: Samples that are kept for the figure.
-        feature_steps: Steps of the CNN whose features are compared.
-        feature_batch: Images in each of them.
-    """
-
-    side: int = 32
-    images: int = 0
-    test: int = 0
-    bits: int = 8
-    levels: int = 3
-    blocks: int = 8
-    hidden: int = 128
-    small: tuple[int, ...] = (2, 2, 32)
-    mixing: str = "reverse"
+    side: int = sized(32, quick=8)  # height and width of the images; smaller than 32 they are averaged
+    images: int = sized(0, quick=8192)  # training images; 0 for all there are
+    test: int = sized(0, quick=1000)  # test images; 0 for all
+    bits: int = 8  # of a pixel and its dequantization
+    levels: int = sized(3, quick=2)  # levels of the generator
+    blocks: int = sized(8, quick=2)  # blocks a level
+    hidden: int = sized(128, quick=24)  # channels of its nets
+    small: tuple[int, ...] = sized((2, 2, 32), quick=(1, 1, 16))  # levels, blocks and channels of the smaller generator
+    mixing: str = "reverse"  # `conv1x1`, `reverse` or `shuffle`
+    # Whether mean and scale of the channels that leave early are predicted from the others, or standard normal.
     prior: bool = True
-    critic: tuple[int, ...] = (64, 64, 128, 128, 256, 256, 512)
-    batch: int = 32
-    steps: int = 50_000
-    lr: float = 5e-5
-    penalty: float = 10.0
+    # Channels of the discriminator's seven convolutions; every second one halves height and width.
+    critic: tuple[int, ...] = sized((64, 64, 128, 128, 256, 256, 512), quick=(8, 8, 16, 16, 32, 32, 64))
+    batch: int = 32  # images in each step, and as many latents
+    steps: int = sized(50_000, gpu=3000, quick=300)  # training steps
+    lr: float = sized(5e-5, quick=5e-4)  # learning rate of both players
+    penalty: float = 10.0  # weight of the gradient penalty
+    # Of the negative log-likelihood, nats per image of 32 x 32, beside the generator's loss; of smaller ones so much
+    # larger.
     weight: float = 1e-3
+    # Gradients in a row that may be not finite. Such a step is skipped and counted; one more ends the run.
     skip: int = 10
-    start: int = 640
-    looks: int = 10
-    looked: int = 512
-    test_looked: int = 10_000
-    conditions: int = 2
-    lanczos: int = 30
-    samples: int = 10_000
-    pictures: int = 16
-    feature_steps: int = 1950
-    feature_batch: int = 128
+    start: int = sized(640, quick=256)  # images that the ActNorms start from
+    # Evaluations along training, evenly spaced, and two more before the first of them.
+    looks: int = sized(10, gpu=6, quick=6)
+    looked: int = sized(512, gpu=256, quick=256)  # test images that are reconstructed then
+    test_looked: int = sized(10_000, gpu=1000, quick=512)  # test images whose likelihood is computed then
+    conditions: int = sized(2, gpu=1, quick=1)  # test images whose condition number is found
+    lanczos: int = sized(30, gpu=12, quick=12)  # steps of Lanczos' method for each
+    # Samples drawn in the end, and test images they are compared with.
+    samples: int = sized(10_000, gpu=5000, quick=1000)
+    pictures: int = 16  # samples that are kept for the figure
+    feature_steps: int = 1950  # steps of the CNN whose features are compared
+    feature_batch: int = 128  # images in each of them
 
     def __post_init__(self) -> None:
         require(self, nonnegative=("images", "test", "skip", "penalty"), free=("small", "critic"))
@@ -171,29 +109,7 @@ class FlowGan(Recipe):
     name = "flow_gan"
     where = "appendix on bi-directional training: table and samples of Flow-GAN"
     claim = "A generator trained against a discriminator alone explodes at data; likelihood beside it prevents that, with better samples."
-    sizes: Mapping[str, Config] = {
-        "quick": Config(
-            side=8,
-            images=8192,
-            test=1000,
-            levels=2,
-            blocks=2,
-            hidden=24,
-            small=(1, 1, 16),
-            critic=(8, 8, 16, 16, 32, 32, 64),
-            steps=300,
-            lr=5e-4,
-            start=256,
-            looks=6,
-            looked=256,
-            test_looked=512,
-            conditions=1,
-            lanczos=12,
-            samples=1000,
-        ),
-        "gpu": Config(steps=3000, looks=6, looked=256, test_looked=1000, conditions=1, lanczos=12, samples=5000),
-        "paper": Config(),
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "5 minutes of one core, an estimate from 32 on a busy machine",
         "gpu": "3,000 steps of eight generators; about 7 minutes on one H200 with --jobs 4 under CUDA's MPS, an estimate",
@@ -223,18 +139,14 @@ class FlowGan(Recipe):
         return part == "features" or PART.fullmatch(part) is not None
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
-        train_set, test_set = (image_set("cifar10", split, work.data) for split in ("train", "test"))
         if part == "features":
+            train_set, test_set = (image_set("cifar10", split, work.data) for split in ("train", "test"))
             return train_features(train_set, test_set, config.feature_steps, config.feature_batch, work)
         run = Run.of(part)
         config = replace(config, steps=run.steps or config.steps)
         net, about_net = load_features(work)  # said before training, not after it
-        images = {
-            "train": shrunk(train_set, config.images, config.side),
-            "cifar10": shrunk(test_set, config.test, config.side),
-        }
+        images, facts = cifar10_sets(config, work)
         require_batch(images["train"], config)
-        facts = {"images": len(images["train"]), "test_images": len(images["cifar10"])}
         require_same_images(work, facts, images.values())
         inputs = Inputs(images, images["train"].x.shape[1:], bits=config.bits, seed=work.seed, device=work.device)
         train = Dequantized.centred(images["train"], config, work.device)
@@ -337,18 +249,8 @@ class Players(nn.Module):
 def make_model(run: Run, config: Config) -> Players:
     """The players of a run, before they have seen data."""
     levels, blocks, hidden = config.small if run.small else (config.levels, config.blocks, config.hidden)
-    trunk = models.glow(
-        (3, config.side, config.side),
-        levels=levels,
-        blocks=blocks,
-        hidden=hidden,
-        coupling=run.kind,
-        mixing=config.mixing,
-        factor_out=True,
-        learned_prior=config.prior,
-        prior_scale=PRIOR,
-        actnorm="data" if run.actnorm else None,
-    )
+    sizes = {"levels": levels, "blocks": blocks, "hidden": hidden}
+    trunk = make_multiscale(config, coupling=run.kind, actnorm="data" if run.actnorm else None, **sizes)
     return Players(trunk, None if run.objective == "mle" else Critic(config.side, config.critic))
 
 
@@ -480,192 +382,11 @@ class Looks:
             yield z[: self.config.samples - start].to(self.inputs.device)
 
     def _keep(self, samples: Tensor) -> None:
-        """Samples in two rows."""
+        """Keep samples for the figure, in two rows."""
         x = samples.movedim(1, -1).cpu()
         broken = ~torch.isfinite(x).all(-1)
         self.pictures["images_samples"] = as_bytes(x).unflatten(0, (-1, 2)).numpy()
         self.pictures["broken_samples"] = broken.to(torch.uint8).unflatten(0, (-1, 2)).numpy()
-
-
-# ---- tables and figures
-
-
-def exploded(numbers: Mapping[str, Any], log: Mapping[str, np.ndarray]) -> bool:
-    """Whether the likelihood of data, their reconstruction or the condition number there was lost, in the end or at some look, or training
-    ended in numbers that are not finite.
-    """
-    bits = [*log["log_test_bits"][1:], numbers["test_bits"]]
-    conditions = [*log["log_condition"][1:], numbers["condition"]]
-    lost = [*log["log_non_finite"][1:], numbers["data"]["share_non_finite"]]
-    return (
-        bool(numbers["diverged"])
-        or not all(b < HUGE for b in bits)
-        or not all(c < STEEP for c in conditions)
-        or bool(max(lost) > 0)
-    )
-
-
-def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
-    """The paper's table beside ours, and its statements."""
-    lines: list[Line] = []
-    runs = _runs(found)
-    for run, several in runs.items():
-        said = paper["table"].get(run.objective, {}) if run.actnorm and not run.small else {}
-        add, samples = Topic(run.title, lines).add, [m.numbers["samples"] for m in several]
-        add("test bits per dimension", said.get("bits", ""), map(_bits, several), key=True)
-        add("condition number at data, largest on the way", "", map(_steepest, several))
-        add("reconstruction of test images", "", [_lost(m.numbers["data"]) for m in several])
-        add("FID of 128 features", said.get("fid", ""), [f"{s['fid']:.3g}" for s in samples], key=True)
-        add("KID of 128 features", "", map(_kid, samples))
-        add("sliced Wasserstein, grey levels", "", [f"{s['sliced']:.2f}" for s in samples])
-        for m in several:
-            if m.numbers["diverged"]:
-                add("training", "", [m.numbers["diverged"]])
-        add("steps skipped, passes the guard repaired", "", map(_guard, several))
-    lines += [line for kind in KINDS for line in _statements(kind, runs)] + _side_findings(runs)
-    nets = {_net(m.numbers["features"]): None for several in runs.values() for m in several}
-    nets |= {_net(m.numbers): None for parts in found.values() for part, m in parts.items() if part == "features"}
-    lines += [Line("feature network", "", text) for text in nets]
-    floors = [m.numbers["floor"] for several in runs.values() for m in several][:1]
-    lines += [Line("training images in place of samples", "", f"FID {f['fid']:.2g}, KID {_kid(f)}") for f in floors]
-    return lines
-
-
-def _runs(found: Found) -> dict[Run, list[Measured]]:
-    several: dict[Run, list[Measured]] = {}
-    for parts in found.values():
-        for part, measured in parts.items():
-            if part != "features":
-                several.setdefault(Run.of(part), []).append(measured)
-    order = list(OBJECTIVES)
-    return dict(
-        sorted(several.items(), key=lambda i: (KINDS.index(i[0].kind), order.index(i[0].objective), i[0].title))
-    )
-
-
-def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
-    """What the appendix says, for one kind of coupling, of the runs that there are."""
-    mle, gan, both = (runs.get(Run(kind, objective)) for objective in OBJECTIVES)
-    lines: list[Line] = []
-    add = Topic(kind, lines).add
-    if gan:
-        holds = [exploded(m.numbers, m.arrays) for m in gan]
-        add("GAN alone explodes", "yes, often within a few hundred steps", map(_way, gan), holds)
-    if both:
-        holds = [not exploded(m.numbers, m.arrays) for m in both]
-        add("likelihood beside the GAN keeps it finite", "yes", map(_way, both), holds)
-    if both and mle:
-        pairs = [(b.numbers, m.numbers) for b, m in zip(both, mle, strict=False)]
-        better = [b["samples"]["kid"] < m["samples"]["kid"] for b, m in pairs]
-        ours = [f"KID {_kid(b['samples'])} against {_kid(m['samples'])}" for b, m in pairs]
-        add("better samples than MLE alone", "yes (FID 420 against 790)", ours, better)
-        cost = [not b["diverged"] and b["test_bits"] - m["test_bits"] < 1 for b, m in pairs]
-        ours = [f"{b['test_bits']:.2f} against {m['test_bits']:.2f}" for b, m in pairs]
-        add("the likelihood stays competitive", "4 against 3.77 bits", ours, cost)
-    if both and mle and gan:
-        trios = [[m.numbers["samples"]["fid"] for m in trio] for trio in zip(mle, gan, both, strict=False)]
-        ordered = [b < m < g for m, g, b in trios]
-        named = [sorted(zip(trio, OBJECTIVES.values(), strict=True)) for trio in trios]
-        ours = [" < ".join(f"{name} {value:.3g}" for value, name in trio) for trio in named]
-        add("order of FID", "Flow-GAN 420 < MLE 790 < GAN 850", ours, ordered)
-    return lines
-
-
-def _side_findings(runs: Mapping[Run, list[Measured]]) -> list[Line]:
-    lines = []
-    small = runs.get(Run("additive", "gan", small=True))
-    if small:
-        stable = all(
-            m.numbers["data"]["share_non_finite"] == m.numbers["data"]["share_wrong"] == 0
-            and m.numbers["condition"] < STEEP
-            for m in small
-        )
-        huge = all(m.numbers["test_bits"] > HUGE for m in small)
-        ours = "; ".join(f"{_bits(m)}, condition number {short(m.numbers['condition'])}" for m in small)
-        lines.append(Line("a smaller GAN is stable, its bits are huge all the same", "yes", ours, stable and huge))
-    plain, usual = runs.get(Run("additive", "gan", actnorm=False)), runs.get(Run("additive", "gan"))
-    if plain and usual:
-        pairs = list(zip(usual, plain, strict=False))
-        holds = all(_worst(u) > 10 * _worst(p) for u, p in pairs)
-        ours = "; ".join(f"condition number up to {_steepest(u)} with it, {_steepest(p)} without" for u, p in pairs)
-        lines.append(Line("ActNorm adds instability to the GAN", "a suspicion", ours, holds))
-    return lines
-
-
-def _bits(m: Measured) -> str:
-    n = m.numbers
-    worst = float(np.nan_to_num(np.append(m.arrays["log_test_bits"][1:], n["test_bits"]), nan=math.inf).max())
-    value = f"{n['test_bits']:.2f}" if n["test_bits"] < 100 else short(n["test_bits"])
-    lost = f", {percent(n['share_bits_non_finite'])} not finite" if n["share_bits_non_finite"] else ""
-    peak = f" (up to {short(worst)} on the way)" if worst > 1.1 * n["test_bits"] and worst > 8 else ""
-    at = f" at step {n['measured_at']:,}" if n["diverged"] else ""
-    return f"{value} bits{lost}{peak}{at}"
-
-
-def _way(m: Measured) -> str:
-    """Likelihood and condition number along training, and how that ended where it diverged."""
-    way = f"{_bits(m)}, condition number up to {_steepest(m)}"
-    if not m.numbers["diverged"]:
-        return way
-    lost = percent(m.numbers["samples"]["share_non_finite"])
-    return f"{way}; diverged in step {m.numbers['measured_at'] + 1:,}, {lost} of the samples not finite"
-
-
-def _worst(m: Measured) -> float:
-    return float(np.append(m.arrays["log_condition"][1:], m.numbers["condition"]).max())
-
-
-def _steepest(m: Measured) -> str:
-    return short(_worst(m)) if math.isfinite(_worst(m)) else "Inf"
-
-
-def _lost(data: Mapping[str, float]) -> str:
-    return shares(data) + (f", error {short(data['error'])}" if not math.isnan(data["error"]) else "")
-
-
-def _kid(samples: Mapping[str, float]) -> str:
-    return f"{samples['kid']:.3g} ± {samples['kid_error']:.1g}"
-
-
-def _guard(m: Measured) -> str:
-    guard = m.numbers["guard"]
-    return f"{m.numbers['skipped']}, {guard['repaired']:,} of {guard['passes']:,}"
-
-
-def _net(about: Mapping[str, Any]) -> str:
-    return f"CNN with 128 features, {percent(about['accuracy'])} of {about['test_images']:,} test images right"
-
-
-def gan_figures(found: Found) -> Figures:
-    """Curves at data, for each kind; samples, and reconstructions of test images, of the first seed."""
-    drawn: dict[str, Any] = {}
-    runs = _runs(found)
-    for kind in KINDS:
-        own = {run.title.removeprefix(f"{kind}, "): several for run, several in runs.items() if run.kind == kind}
-        if not own:
-            continue
-        panels = {
-            title: {name: [m.curve(what) for m in ms] for name, ms in own.items()}
-            for what, title in {
-                "test_bits": "test bits per dimension",
-                "error": "median error of an image",
-                "condition": "condition number at data",
-            }.items()
-        }
-        drawn[f"training-{kind}"] = figures.curves(panels, xlabel="step")
-    first = {run.title: several[0] for run, several in runs.items()}
-    for what, rows in {"samples": "", "data": "input\nreconstr."}.items():
-        groups = {t: (m.arrays[f"images_{what}"], m.arrays[f"broken_{what}"]) for t, m in first.items()}
-        if groups:
-            notes = {t: _note(m, what) for t, m in first.items()}
-            drawn["samples" if what == "samples" else "reconstructions"] = figures.reconstructions(
-                groups, notes=notes, rows=rows
-            )
-    return drawn
-
-
-def _note(m: Measured, what: str) -> str:
-    return shares(m.numbers["data"]) if what == "data" else f"FID {m.numbers['samples']['fid']:.3g}"
 
 
 RECIPE = FlowGan()

@@ -83,23 +83,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Trip:
-    """How images come back from a flow, one entry for each.
+    """How images come back from a flow, one entry for each."""
 
-    Attributes:
-        nan: Whether the reconstruction holds NaN.
-        inf: Whether it holds Inf, and no NaN.
-        wrong: Whether it is finite, and visibly off: by more than `VISIBLE` in a pixel, both cut to [-1/2, 1/2].
-        l2: Norm of its error, float64; not finite where it is not.
-        square: Mean squared error of a pixel, likewise.
-        log_prob: As the flow computes it, float64.
-    """
-
-    nan: Tensor
-    inf: Tensor
-    wrong: Tensor
-    l2: Tensor
-    square: Tensor
-    log_prob: Tensor
+    nan: Tensor  # whether the reconstruction holds NaN
+    inf: Tensor  # whether it holds Inf, and no NaN
+    wrong: Tensor  # whether it is finite, and visibly off: by more than `VISIBLE` in a pixel, both cut to [-1/2, 1/2]
+    l2: Tensor  # norm of its error, float64; not finite where it is not
+    square: Tensor  # mean squared error of a pixel, likewise
+    log_prob: Tensor  # as the flow computes it, float64
 
     @property
     def finite(self) -> Tensor:
@@ -169,17 +160,12 @@ def summary(trip: Trip) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples of a flow.
+    """Samples of a flow."""
 
-    Attributes:
-        trip: How they come back; NaN or Inf where the sample itself is not finite.
-        drawn: Bits per dimension of each as it is drawn, log p of its latent and the log-determinant of the inverse.
-        again: Bits per dimension when it is encoded again.
-    """
-
-    trip: Trip
+    trip: Trip  # how they come back; NaN or Inf where the sample itself is not finite
+    # Bits per dimension of each as it is drawn, log p of its latent and the log-determinant of the inverse.
     drawn: Tensor
-    again: Tensor
+    again: Tensor  # bits per dimension when it is encoded again
 
     def numbers(self) -> dict[str, float]:
         """`reliable` is the share of samples that are finite and whose bits per dimension change by at most `CONSISTENT`; `visible` that of

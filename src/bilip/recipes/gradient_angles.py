@@ -1,7 +1,6 @@
 """How far memory-saving gradients are from stored ones while a classifier trains.
 
-The runs are those of `cifar10_classifier`, trained with stored gradients (with FD: memory-saving and guarded). Where that recipe has
-measured a run with the same configuration, in the folder beside this one, its angles are taken and nothing is trained.
+The runs are those of `cifar10_classifier`, trained with stored gradients (with FD: memory-saving and guarded).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 
 from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
-from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, runs_of_part
+from bilip.recipes.parts import Borrowed
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, Work, runs_of_part
 
 __all__ = ["RECIPE"]
 
@@ -27,11 +26,9 @@ TITLES = {
     "affine-conv1x1-nf": "affine, NF",
 }
 LIMIT = 1e-2
-CURVES = ("log_step", "log_angle", "log_angle_finite", "log_angle_worst", "log_angle_lost", "log_error_mean")
-NUMBERS = ("epochs", "steps", "images", "weight", "gradients", "test_accuracy", "invertible", "diverged")
 
 
-class GradientAngles(Recipe):
+class GradientAngles(Borrowed):
     """The angle between two gradients of the same loss, along training."""
 
     name = "gradient_angles"
@@ -50,23 +47,21 @@ class GradientAngles(Recipe):
         "No augmentation, so that the batches are the same each time; the angle is 2 atan2(|u - v|, |u + v|) in float64, of gradients in "
         "float32 without TF32. The original's arccosine in float32 cannot see below 3e-4 rad.",
     )
-    partial = True
+    lender = cifar10_classifier.RECIPE
+    numbers = ("epochs", "steps", "images", "weight", "gradients", "test_accuracy", "invertible", "diverged")
+    arrays = ("log_step", "log_angle", "log_angle_finite", "log_angle_worst", "log_angle_lost", "log_error_mean")
 
     def parts(self, config: Config) -> Sequence[str]:
         return tuple(TITLES)
 
-    def defining(self, config: Config) -> dict[str, Any]:
-        return cifar10_classifier.RECIPE.defining(config)
+    def has(self, part: str, config: Config) -> bool:
+        return part in TITLES
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
-        m = taken(cifar10_classifier.RECIPE, part, config, work) or cifar10_classifier.RECIPE.run(part, config, work)
-        if not work.main:
-            return Measured({})
-        return replace(
-            m,
-            numbers={name: m.numbers.get(name) for name in NUMBERS},
-            arrays={name: m.arrays[name] for name in CURVES if name in m.arrays},
-        )
+        m = super().run(part, config, work)
+        return (
+            replace(m, numbers={**dict.fromkeys(self.numbers), **m.numbers}) if m.numbers else m
+        )  # null where it diverged
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["in_short"], []

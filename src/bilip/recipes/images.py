@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
-from bilip import Bijection
-from bilip.data import ImageBatches, Images, dequantize, seed_of
+from bilip import Bijection, models
+from bilip.blocks import Chain, TanhExpScale
+from bilip.data import ImageBatches, Images, dequantize, image_set, seed_of
 from bilip.errors import InputError
 from bilip.recipes.recipe import Work
 from bilip.training import Draw, read_state
+
+PRIOR = TanhExpScale(clamp=3.0)  # of the channels that leave early: their deviation is predicted within e^-3 and e^3
 
 
 def shrunk(images: Images, count: int, side: int) -> Images:
@@ -25,6 +28,28 @@ def shrunk(images: Images, count: int, side: int) -> Images:
     if side < x.shape[-1]:
         x = adaptive_avg_pool2d(x.float(), side).round().to(torch.uint8)
     return Images(x, None if images.y is None else images.y[:count], images.classes)
+
+
+def cifar10_sets(config: Any, work: Work) -> tuple[dict[str, Images], dict[str, int]]:
+    """Training and test images of CIFAR-10 at the sizes of a configuration, as `train` and `cifar10`, and how many there are."""
+    wanted = {"train": ("train", config.images), "cifar10": ("test", config.test)}
+    sets = {
+        name: shrunk(image_set("cifar10", split, work.data), count, config.side)
+        for name, (split, count) in wanted.items()
+    }
+    return sets, {"images": len(sets["train"]), "test_images": len(sets["cifar10"])}
+
+
+def make_glow(config: Any, **options: Any) -> Chain:
+    """A Glow of the size that a configuration states."""
+    sizes = {name: getattr(config, name) for name in ("levels", "blocks", "hidden")}
+    return models.glow((3, config.side, config.side), **(sizes | options))
+
+
+def make_multiscale(config: Any, **options: Any) -> Chain:
+    """The same with channels that leave early, and their distribution predicted from the others where the configuration says so."""
+    early = {"factor_out": True, "learned_prior": config.prior, "prior_scale": PRIOR}
+    return make_glow(config, mixing=config.mixing, **early, **options)
 
 
 def require_side(config: Any) -> None:
@@ -79,13 +104,8 @@ def look_steps(config: Any) -> tuple[int, ...]:
 def schedule(config: Any) -> dict[str, Any]:
     """Settings of the training of a flow that stand in its configuration."""
     return {
-        "steps": config.steps,
-        "optimizer": config.optimizer,
-        "lr": config.lr,
-        "warmup": config.warmup,
-        "clip": config.clip or None,
-        "ema": config.ema or None,
-        "skip": config.skip,
+        **{name: getattr(config, name) for name in ("steps", "optimizer", "lr", "warmup", "skip")},
+        **{name: getattr(config, name) or None for name in ("clip", "ema")},
         "save_every": max(1, config.steps // config.looks),
         "log_every": max(1, min(100, config.steps // 50)),
     }

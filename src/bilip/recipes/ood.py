@@ -1,31 +1,28 @@
 """How a flow trained on CIFAR-10 reconstructs images of other kinds, and which of their likelihoods may be trusted.
 
-The runs are those of `cifar10_flow`, which measures all of this while it has the weights. Where that recipe has measured a run with the
-same configuration, in the folder beside this one, its numbers are taken and nothing is trained.
+The runs are those of `cifar10_flow`, which measures all of this while it has the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bilip.recipes import cifar10_flow
 from bilip.recipes.cifar10_flow import Config
 from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, reconstruction_figure, runs_of
-from bilip.recipes.parts import taken
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, short
+from bilip.recipes.parts import Borrowed
+from bilip.recipes.recipe import Figures, Found, Line, Topic, percent, short
 
 __all__ = ["RECIPE"]
 
-NUMBERS = ("steps", "mixing", "images", "sets", "counts", "of", "missing", "diverged", "test_bits", "model")
 BROKEN = ("uniform", "gaussian", "rademacher", "textures", "places", "tiny_imagenet")
 COLUMNS = ("affine", "modified", "additive", "residual")
 CONVERGED = 1e-3  # the largest L2 error of an image that comes back from a residual flow
 
 
-class Ood(Recipe):
+class Ood(Borrowed):
     """Shares of images that do not come back, set by set, and detection with and without likelihoods that cannot be trusted."""
 
     name = "ood"
@@ -49,24 +46,12 @@ class Ood(Recipe):
         "measured beside it. Its inverse ends in a sigmoid, which cannot be Inf: the error before the sigmoid is measured too.",
         "Beyond the paper: a likelihood is trusted where the image comes back and a float64 copy agrees, within 1e-3 of d + |log p|.",
     )
-    partial = True
+    lender = cifar10_flow.RECIPE
+    numbers = ("steps", "mixing", "images", "sets", "counts", "of", "missing", "diverged", "test_bits", "model")
+    arrays = tuple(f"{what}_{name}" for what in ("images", "broken") for name in SETS)
 
     def parts(self, config: Config) -> Sequence[str]:
         return COLUMNS
-
-    def has(self, part: str, config: Config) -> bool:
-        return cifar10_flow.RECIPE.has(part, config)
-
-    def defining(self, config: Config) -> dict[str, Any]:
-        return cifar10_flow.RECIPE.defining(config)
-
-    def run(self, part: str, config: Config, work: Work) -> Measured:
-        m = taken(cifar10_flow.RECIPE, part, config, work) or cifar10_flow.RECIPE.run(part, config, work)
-        if not work.main:
-            return Measured({})
-        numbers = {name: m.numbers[name] for name in NUMBERS if name in m.numbers}
-        pictures = {f"{what}_{name}" for what in ("images", "broken") for name in SETS}
-        return replace(m, numbers=numbers, arrays={name: value for name, value in m.arrays.items() if name in pictures})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["table"], []

@@ -37,33 +37,20 @@ FEW = 14  # lines of a table that are shown at once; the others are folded
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper.
+    """One claim of the paper."""
 
-    Attributes:
-        label: That of `paper.tex`; claims without one there begin with `intro:` or `prose:`.
-        kind: One of `KINDS`.
-        title: What it is about.
-        says: What the paper says.
-        status: A key of `STATUSES`.
-        why: One sentence for the status.
-        evidence: Files, or tests as `tests/test_x.py::test_y`.
-        recipe: The recipe that measures it; empty for claims that a test decides.
-        lines: Beginnings of the lines of its table that belong to the claim, with * for anything; none for all that are judged.
-        figures: Beginnings of the names of its figures that belong to the claim.
-        settings: Of a table of hyperparameters: name, the paper's, ours.
-    """
-
-    label: str
-    kind: str
-    title: str
-    says: str
-    status: str
-    why: str
-    evidence: Sequence[str]
-    recipe: str = ""
+    label: str  # that of `paper.tex`; claims without one there begin with `intro:` or `prose:`
+    kind: str  # one of `KINDS`
+    title: str  # what it is about
+    says: str  # what the paper says
+    status: str  # a key of `STATUSES`
+    why: str  # one sentence for the status
+    evidence: Sequence[str]  # files, or tests as `tests/test_x.py::test_y`
+    recipe: str = ""  # the recipe that measures it; empty for claims that a test decides
+    # Beginnings of the lines of its table that belong to the claim, with * for anything; none for all that are judged.
     lines: Sequence[str] = ()
-    figures: Sequence[str] = ()
-    settings: Sequence[Sequence[str]] = ()
+    figures: Sequence[str] = ()  # beginnings of the names of its figures that belong to the claim
+    settings: Sequence[Sequence[str]] = ()  # of a table of hyperparameters: name, the paper's, ours
 
     @property
     def id(self) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,7 +21,20 @@ from bilip.recipes.recipe import Measured, Recipe, Work
 from bilip.record import environment, read_json, to_plain, write_json
 from bilip.record.files import open_regular
 
-__all__ = ["SCHEMA", "Piece", "device_name", "do", "is_measured", "keep", "kept", "load", "loaded", "taken", "today"]
+__all__ = [
+    "SCHEMA",
+    "Borrowed",
+    "Piece",
+    "device_name",
+    "do",
+    "is_measured",
+    "keep",
+    "kept",
+    "load",
+    "loaded",
+    "taken",
+    "today",
+]
 
 SCHEMA = 1
 MOST = 2**28  # bytes of one array in a part's file
@@ -207,6 +220,37 @@ def taken(recipe: Recipe, part: str, config: Any, work: Work) -> Measured | None
     if any(now.get(key) != value for key, value in then.items()):
         return None
     return replace(found[work.seed][part], origin=origin)
+
+
+class Borrowed(Recipe):
+    """A recipe whose parts are runs of another one, which measures what is shown here while it has the weights.
+
+    Where that recipe has measured a part with the same configuration, in the folder beside this one, its numbers are taken and
+    nothing is trained.
+
+    Attributes:
+        lender: The other recipe.
+        numbers: Names of the numbers that are taken of a run, where it has them.
+        arrays: Names of the arrays, likewise.
+    """
+
+    lender: Recipe
+    numbers: Collection[str]
+    arrays: Collection[str]
+    partial = True
+
+    def has(self, part: str, config: Any) -> bool:
+        return self.lender.has(part, config)
+
+    def defining(self, config: Any) -> dict[str, Any]:
+        return self.lender.defining(config)
+
+    def run(self, part: str, config: Any, work: Work) -> Measured:
+        m = taken(self.lender, part, config, work) or self.lender.run(part, config, work)
+        if not work.main:
+            return Measured({})
+        numbers = {name: m.numbers[name] for name in self.numbers if name in m.numbers}
+        return replace(m, numbers=numbers, arrays={name: m.arrays[name] for name in m.arrays if name in self.arrays})
 
 
 def device_name(device: str) -> str:

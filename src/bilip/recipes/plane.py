@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilip import Bijection, _linalg
 from bilip.errors import NotConverged
+from bilip.testing.gains import jacobian
 
 __all__ = ["MOST", "condition", "grid", "round_trip_errors", "summary"]
 
@@ -76,8 +77,7 @@ def condition(model: Bijection, x: Tensor) -> Tensor:
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             out = block(z)
-            rows = [torch.autograd.grad(out[:, k].sum(), z, retain_graph=k == 0)[0] for k in (0, 1)]
-        slope = torch.stack(rows, 1)
+            slope = jacobian(out, z)
         there, back, z = slope @ there, back @ _linalg.inv_ex(slope)[0], out.detach()
     finite = torch.isfinite(there).flatten(1).all(1) & torch.isfinite(back).flatten(1).all(1)
     found = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)

@@ -35,11 +35,14 @@ __all__ = [
     "require",
     "runs_of_part",
     "short",
+    "sized",
+    "sizes_of",
     "sound",
 ]
 
 SIZES = ("quick", "gpu", "paper")
 C = TypeVar("C")
+V = TypeVar("V")
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -147,16 +150,16 @@ class Work:
 
     def evaluations(self) -> dict[str, np.ndarray]:
         """What the evaluations in this folder logged, column by column, as `log_step` and so on."""
-        from bilip.training import read_log
-
-        return {f"log_{name}": np.array(values) for name, values in read_log(self.folder, "evaluation").items()}
+        return self._logged("evaluation", "log")
 
     def logs(self) -> dict[str, np.ndarray]:
         """What evaluations logged, and what training did, as `train_step` and so on."""
+        return self.evaluations() | self._logged("train", "train")
+
+    def _logged(self, kind: str, prefix: str) -> dict[str, np.ndarray]:
         from bilip.training import read_log
 
-        training = {f"train_{name}": np.array(values) for name, values in read_log(self.folder, "train").items()}
-        return self.evaluations() | training
+        return {f"{prefix}_{name}": np.array(values) for name, values in read_log(self.folder, kind).items()}
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Remember what a part was begun with, and refuse to go on with something else.
@@ -197,6 +200,8 @@ class Recipe(ABC):
         corrected: What is done otherwise than in the original code, and why.
         partial: Whether `lines` and `figures` can do with some of the parts, which then come in as they are measured, whatever the
             machine and the day.
+        named: From the name of a part to the run that it describes, with an `InputError` for a name that describes none; `None` where
+            `parts` lists all that there are.
     """
 
     name: str
@@ -207,6 +212,7 @@ class Recipe(ABC):
     matched: Sequence[str] = ()
     corrected: Sequence[str] = ()
     partial: bool = False
+    named: Callable[[str], object] | None = None
 
     @abstractmethod
     def parts(self, config: Any) -> Sequence[str]:
@@ -214,7 +220,13 @@ class Recipe(ABC):
 
     def has(self, part: str, config: Any) -> bool:
         """Whether there is such a part, for those who ask for it by name."""
-        return part in self.parts(config)
+        if self.named is None:
+            return part in self.parts(config)
+        try:
+            self.named(part)
+        except InputError:
+            return False
+        return True
 
     def defining(self, config: Any) -> dict[str, Any]:
         """What of a configuration a part depends on: a part that was begun with another one is not continued."""
@@ -261,6 +273,26 @@ def short(value: float) -> str:
 
 
 # ---- configurations
+
+
+def sized(paper: V, **others: V) -> V:
+    """A setting of a configuration: its value at the size `paper`, and at other sizes where it is another one."""
+    return field(default=paper, metadata=others)
+
+
+def sizes_of(config: type[C]) -> dict[str, C]:
+    """A configuration for each size, from what its settings say.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Config:
+        ...     steps: int = sized(1000, quick=10)
+        ...     batch: int = 64
+        >>> sizes_of(Config)["quick"]
+        Config(steps=10, batch=64)
+    """
+    found = dataclasses.fields(config)  # type: ignore[arg-type]
+    return {size: config(**{f.name: f.metadata[size] for f in found if size in f.metadata}) for size in SIZES}
 
 
 def configured(defaults: C, changes: Sequence[str]) -> C:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from bilip.nets import MLP
 from bilip.objectives import Regression
 from bilip.recipes import figures
 from bilip.recipes.plane import condition
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require, sized, sizes_of
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Task
 
@@ -31,39 +31,23 @@ __all__ = ["RECIPE", "Config"]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and schedules.
+    """Sizes and schedules: the values of the size `paper`, and in `sized` those of other sizes where they differ."""
 
-    Attributes:
-        widths: Of both hidden layers of every net: 128 says the paper, 10 its code. One model for each.
-        blocks: Affine blocks, each after an ActNorm and a reversal.
-        points: Of the data.
-        batch: Points in each step; all of them is the full batch.
-        lr: Learning rate of Adam.
-        steps: Training steps.
-        nf: Weights of the flow-likelihood penalty; one model for each.
-        fd: Weight of the finite-difference penalty.
-        fd_eps: Its step.
-        fd_every: Training steps from one such penalty to the next.
-        evaluate_every: Steps from one point of the curves to the next.
-    """
-
-    widths: tuple[int, ...] = (128, 10)
-    blocks: int = 24
-    points: int = 10_000
-    batch: int = 10_000
-    lr: float = 1e-4
-    steps: int = 40_000
-    nf: tuple[float, ...] = (1e-8, 1e-6)
-    fd: float = 1e-8
-    fd_eps: float = 0.1
-    fd_every: int = 10
-    evaluate_every: int = 200
+    # Of both hidden layers of every net: 128 says the paper, 10 its code. One model for each.
+    widths: tuple[int, ...] = sized((128, 10), quick=(10,))
+    blocks: int = 24  # affine blocks, each after an ActNorm and a reversal
+    points: int = 10_000  # of the data
+    batch: int = sized(10_000, quick=1000)  # points in each step; all of them is the full batch
+    lr: float = sized(1e-4, quick=4e-3)  # learning rate of Adam
+    steps: int = sized(40_000, gpu=10_000, quick=3000)  # training steps
+    nf: tuple[float, ...] = (1e-8, 1e-6)  # weights of the flow-likelihood penalty; one model for each
+    fd: float = 1e-8  # weight of the finite-difference penalty
+    fd_eps: float = 0.1  # its step
+    fd_every: int = 10  # training steps from one such penalty to the next
+    evaluate_every: int = sized(200, quick=300)  # steps from one point of the curves to the next
 
     def __post_init__(self) -> None:
         require(self, filled=("widths", "nf") if self.nf else ("widths",), free=("nf",))
-
-
-PAPER = Config()
 
 
 class Regression2D(Recipe):
@@ -72,11 +56,7 @@ class Regression2D(Recipe):
     name = "regression_2d"
     where = "figures of the 2D regression task"
     claim = "Regression onto a line makes a Glow model non-invertible; the flow likelihood with a tiny weight keeps it stable."
-    sizes: Mapping[str, Config] = {
-        "quick": replace(PAPER, widths=(10,), batch=1000, lr=4e-3, steps=3000, evaluate_every=300),
-        "gpu": replace(PAPER, steps=10_000),
-        "paper": PAPER,
-    }
+    sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "under 3 minutes a seed on two cores",
         "gpu": "3 minutes a seed on one H200, with --jobs 8 under CUDA's MPS",

@@ -19,6 +19,7 @@ from bilip.data import ImageBatches, Images, seed_of
 from bilip.models import Classifier
 from bilip.objectives import Classification
 from bilip.recipes import figures
+from bilip.recipes.images import make_glow
 from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Work, require
 from bilip.regularizers import FiniteDifference, FlowLikelihood, Penalty
 from bilip.training import Draw, Settings, Task, train
@@ -30,27 +31,16 @@ EPOCH = 390  # steps of 128 images through the 50,000 of CIFAR-10
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and counts.
+    """Sizes and counts."""
 
-    Attributes:
-        side: Height and width of the images.
-        levels: Levels of the network.
-        blocks: Blocks a level.
-        hidden: Channels of the nets.
-        batch: Images in each step.
-        warm: Steps before the clock starts; captured steps are recorded in them.
-        steps: Steps by the clock.
-        rounds: How often all rows are measured; the smallest time counts.
-    """
-
-    side: int = 32
-    levels: int = 3
-    blocks: int = 16
-    hidden: int = 128
-    batch: int = 128
-    warm: int = 50
-    steps: int = 200
-    rounds: int = 1
+    side: int = 32  # height and width of the images
+    levels: int = 3  # levels of the network
+    blocks: int = 16  # blocks a level
+    hidden: int = 128  # channels of the nets
+    batch: int = 128  # images in each step
+    warm: int = 50  # steps before the clock starts; captured steps are recorded in them
+    steps: int = 200  # steps by the clock
+    rounds: int = 1  # how often all rows are measured; the smallest time counts
 
     def __post_init__(self) -> None:
         require(self)
@@ -185,9 +175,7 @@ def make(row: Row, config: Config, work: Work) -> tuple[Classifier, ImageBatches
         std=(0.29,) * 3,
     )
     torch.manual_seed(seed_of(work.seed, 0, "weights"))
-    trunk = models.glow(
-        (3, side, side), levels=config.levels, blocks=config.blocks, hidden=config.hidden, coupling=row.coupling
-    )
+    trunk = make_glow(config, coupling=row.coupling)
     model = models.classifier(trunk)
     if row.reversible:
         model.trunk = Reversible(trunk, Guard())

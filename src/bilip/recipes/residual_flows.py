@@ -7,32 +7,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bilip import models
 from bilip.blocks import Bijection, Chain, Logit, Poisson, Residual, Roulette, Series
 
+ALPHA = 0.05  # of the logit that flows on images in [0, 1] begin with
 TERMS = 20  # of the series in evaluations
-
 MOST = 1000  # iterations of the original code's inverse
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What came back from a chain of residual blocks.
+    """What came back from a chain of residual blocks."""
 
-    Attributes:
-        x: The inverse; NaN in the samples that some block did not invert to its tolerance.
-        before: The same before the last sigmoid, which would hide numbers that are too large; x itself without one.
-        converged: Which samples every block inverted to its tolerance.
-        evaluations: Evaluations of residual branches, for each block the most that a sample took, summed over the blocks.
-    """
-
-    x: Tensor
+    x: Tensor  # the inverse; NaN in the samples that some block did not invert to its tolerance
+    # The same before the last sigmoid, which would hide numbers that are too large; x itself without one.
     before: Tensor
-    converged: Tensor
+    converged: Tensor  # which samples every block inverted to its tolerance
+    # Evaluations of residual branches, for each block the most that a sample took, summed over the blocks.
     evaluations: int
+
+
+def make_residual(config: Any, **options: Any) -> Chain:
+    """A residual flow on images in [0, 1], of the size that a configuration of image flows states for it."""
+    trunk = models.residual_flow(
+        (3, config.side, config.side),
+        blocks=config.residual_blocks,
+        hidden=config.residual_hidden,
+        coefficient=config.coefficient,
+        logit=ALPHA,
+        recompute=config.recompute,
+        **options,
+    )
+    share_terms(trunk, config.exact_terms)
+    return trunk
 
 
 def share_terms(model: nn.Module, exact_terms: int) -> None:

@@ -61,16 +61,14 @@ class ActivationNorm(Penalty):
         if segments is None:
             self._known[model] = segments = self._made(model)
 
-        def terms(kept: Tensor | None) -> Tensor:
-            h, given = x if kept is None else x[kept], context if kept is None or context is None else context[kept]
+        def terms(h: Tensor, given: Tensor | None) -> Tensor:
             squares = []
             for segment in segments:
                 h = segment(h, given)
                 squares.append(h.flatten(1).square().mean(1))
             return torch.stack(squares).mean(0)
 
-        found = self._finite_only(terms, len(x))
-        return found.mean() if len(found) else x.new_zeros(())
+        return self._finite_mean(terms, x, context)
 
     def segments(self, model: Bijection) -> list[Chain]:
         """The stretches of a network between its boundaries; they share its blocks."""

@@ -104,14 +104,11 @@ class FiniteDifference(Penalty):
         v, w = self._scaled(v), self._scaled(w)
         z = None if latent is None else latent[0]
 
-        def terms(kept: Tensor | None) -> Tensor:
+        def terms(points: Tensor, given: Tensor | None, v: Tensor, w: Tensor) -> Tensor:
             # A row that is not finite stays in the task's graph: without it the clean pass is run again.
-            given = [
-                t if kept is None or t is None else t[kept] for t in (x, context, z if kept is None else None, v, w)
-            ]
-            return self._terms(model, *given)  # type: ignore[arg-type]
+            return self._terms(model, points, given, z if points is x else None, v, w)
 
-        found = self._finite_only(terms, count)
+        found = self._finite_only(terms, x, context, v, w)
         if not len(found):
             return x.new_zeros(())
         return found.mean() if self.scaling == "clean" else found.sum()

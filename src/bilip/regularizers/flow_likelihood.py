@@ -55,21 +55,15 @@ class FlowLikelihood(Penalty):
         size = math.prod(x.shape[1:])
         constant = size * (0.5 * math.log(2 * math.pi) + (self.bits or 0) * math.log(2))
 
-        def terms(kept: Tensor | None) -> Tensor:
-            if z is None or log_det is None or kept is not None:  # a row that is not finite stays in the task's graph
-                points, given = _rows(x, kept), None if context is None else _rows(context, kept)
+        def terms(points: Tensor, given: Tensor | None) -> Tensor:
+            if z is None or log_det is None or points is not x:  # a row that is not finite stays in the task's graph
                 return _negative(*model.forward_and_log_det(points, given)) + constant
             return _negative(z, log_det) + constant
 
-        found = self._finite_only(terms, len(x))
-        return found.mean() if len(found) else x.new_zeros(())
+        return self._finite_mean(terms, x, context)
 
     def __repr__(self) -> str:
         return f"FlowLikelihood(weight={self.weight:g}, every={self.every}, bits={self.bits})"
-
-
-def _rows(value: Tensor, kept: Tensor | None) -> Tensor:
-    return value if kept is None else value[kept]
 
 
 def _negative(z: Tensor, log_det: Tensor) -> Tensor:

@@ -141,7 +141,12 @@ class Penalty(ABC):
             raise InputError(f"{self._who}({name}={value!r}): expected a number {end}{limit}.")
         return float(value)
 
-    def _finite_only(self, terms: Callable[[Tensor | None], Tensor], count: int) -> Tensor:
+    def _finite_mean(self, terms: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+        """The mean over the samples of terms that are finite, 0 where none is; the arguments are those of `_finite_only`."""
+        found = self._finite_only(terms, x, *others)
+        return found.mean() if len(found) else x.new_zeros(())
+
+    def _finite_only(self, terms: Callable[..., Tensor], *rows: Tensor | None) -> Tensor:
         """Terms of the samples, shape `(batch,)`, without those that are not finite; possibly empty.
 
         A term that is not finite cannot be masked out afterwards: its gradient, 0 times infinity, would reach every parameter. So the
@@ -149,12 +154,12 @@ class Penalty(ABC):
         again without its graph.
 
         Args:
-            terms: From the chosen rows, `None` for all, to their terms.
-            count: Number of samples.
+            terms: From some rows of each of `rows`, or from these tensors themselves where all samples are meant, to their terms.
+            rows: The batch, and what else has a row for each of its samples; `None` stays `None`.
         """
-        found = terms(None)
+        found = terms(*rows)
         self.flag.note()
-        self.seen += count
+        self.seen += len(found)
         if capturing(found):
             good = torch.isfinite(found)
             self.flag.raise_unless(good.all())
@@ -164,12 +169,12 @@ class Penalty(ABC):
             good = torch.isfinite(found.detach())
             if bool(good.all()):
                 return found
-            rows = good.nonzero().flatten()
-            kept = rows if kept is None else kept[rows]
-            self._skip(len(good) - len(rows))
-            if not len(rows):
-                return found[rows].detach()
-            found = terms(kept)
+            fine = good.nonzero().flatten()
+            kept = fine if kept is None else kept[fine]
+            self._skip(len(good) - len(fine))
+            if not len(fine):
+                return found[fine].detach()
+            found = terms(*(None if t is None else t[kept] for t in rows))
         return found[torch.isfinite(found.detach())]
 
     def _skip(self, count: int) -> None:

@@ -100,27 +100,18 @@ def to_html(records: Records, *, title: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """One verdict, in words; what a record does not say is empty.
-
-    Attributes:
-        title: The use for people.
-        question: What the user asks.
-        word: The status for people.
-        value: The deciding number.
-        label: What the number is, and where it was measured.
-        about: What the source is that decided it.
-    """
+    """One verdict, in words; what a record does not say is empty."""
 
     use: str
-    title: str
-    question: str
+    title: str  # the use for people
+    question: str  # what the user asks
     status: str
-    word: str
-    value: str
-    label: str
+    word: str  # the status for people
+    value: str  # the deciding number
+    label: str  # what the number is, and where it was measured
     limit: str
     reason: str
-    about: str = ""
+    about: str = ""  # what the source is that decided it
 
 
 def cards(record: AuditRecord) -> list[Card]:
@@ -161,12 +152,7 @@ class Shelf:
     def put(self, figure: Figure) -> str:
         """Keep a figure; its id in the page."""
         name = f"figure-{len(self.figures) + 1}"
-        self.figures[name] = {
-            "data": figure.data,
-            "layout": figure.layout,
-            "height": figure.height,
-            "square": figure.square,
-        }
+        self.figures[name] = {part: getattr(figure, part) for part in ("data", "layout", "height", "square")}
         return name
 
 

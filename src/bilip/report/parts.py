@@ -9,29 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from bilip.record import AuditRecord, Measurement, Picture, Quantity, quantity_named
-from bilip.report.format import as_float, word, written
+from bilip.report.format import as_float, clean, word, written
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure: traces and layout whose colours are names that the page's theme fills in.
-
-    Attributes:
-        title: Heading of the figure.
-        summary: One sentence computed from the numbers, for those who cannot see it.
-        data: Traces.
-        layout: Layout; the page adds fonts and colours.
-        height: In pixels.
-        square: Whether the figure keeps its proportions.
-    """
+    """A plotly figure: traces and layout whose colours are names that the page's theme fills in."""
 
     kind: ClassVar[str] = "figure"
-    title: str
-    summary: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-    height: int = 340
-    square: bool = False
+    title: str  # heading of the figure
+    summary: str  # one sentence computed from the numbers, for those who cannot see it
+    data: list[dict[str, Any]]  # traces
+    layout: dict[str, Any]  # layout; the page adds fonts and colours
+    height: int = 340  # in pixels
+    square: bool = False  # whether the figure keeps its proportions
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Fold:
-    """Parts behind a click."""
+    """Parts that are shown when the label is clicked."""
 
     kind: ClassVar[str] = "fold"
     label: str
@@ -143,6 +134,12 @@ def by_source(record: AuditRecord, probe: str, caption: str, columns: Sequence[t
     found = measured(record, probe)
     rows = [{"source": m.source or "all", **m.values} for m in found]
     return table(caption, [("source", "source"), *columns], rows, quantity=found[0].quantity) if rows else None
+
+
+def row_columns(m: Measurement) -> list[tuple[str, str]]:
+    """The columns of all rows of a measurement, each with its label."""
+    names = dict.fromkeys(str(name) for row in m.rows for name in row)
+    return [(name, clean(m.quantity(name).label, 40)) for name in names]
 
 
 def some(*parts: Part | None) -> tuple[Part, ...]:

@@ -38,9 +38,13 @@ from bilip.reversible.units import Grads, Recovered, Unit
 
 __all__ = ["Backward", "Call"]
 
-WRONG = 1e-2  # radians between a memory-saving gradient and the stored one that a spot check does not let pass
-CLOSE = 1e-4  # so close, nobody asks what a kink has to do with it
-CANCELS = 5  # tolerances that several calls together may be off by: what is out already cannot be mended
+# A spot check measures the angle between a memory-saving gradient and the stored one, in radians. Below `CLOSE` it ends there; above, the
+# part that comes from ReLUs on the other side of their kink is taken off, and where more than `WRONG` is left, the step is repaired.
+WRONG = 1e-2
+CLOSE = 1e-4
+# Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
+# before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
+CANCELS = 5
 
 
 @dataclass
@@ -227,7 +231,7 @@ class Call:
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = back.x
         seen: dict[int, Tensor] = {}
-        reaches: list[Tensor] = []
+        sensitivities: list[Tensor] = []
         grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
@@ -239,11 +243,11 @@ class Call:
             y, grad = recovered.x, recovered.grad
             if mark is not None:
                 seen[k] = mark.again(y) if recovered.print is None else recovered.print
-                reaches.append(mark.reach(y, grad))
+                sensitivities.append(mark.sensitivity(y, grad))
             grads += ((len(seen), g) for g in recovered.parameters.values())
         if not seen:
             return grad, result, Drift.none(grad)
-        found = drifts_of([self.prints[k] for k in seen], list(seen.values()), reaches)
+        found = drifts_of([self.prints[k] for k in seen], list(seen.values()), sensitivities)
         return grad, result, Drift.of(list(seen), found, grads, everywhere=back.outward)
 
     def _back(

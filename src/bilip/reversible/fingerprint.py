@@ -94,11 +94,11 @@ class Print:
         return self.fingerprint.sums(x, self.scale)
 
     @unseen
-    def reach(self, x: Tensor, grad: Tensor) -> Tensor:
+    def sensitivity(self, x: Tensor, grad: Tensor) -> Tensor:
         """How much the loss of each sample moves with a state: the norm of its gradient, each entry in the unit that drift has there."""
         fused = kernels(x)
         if fused is not None:
-            return fused.reaches(x.flatten(1), grad.flatten(1), self.scale)
+            return fused.sensitivities(x.flatten(1), grad.flatten(1), self.scale)
         unit = torch.maximum(self.scale, x.flatten(1).to(self.scale.dtype).abs() / FAR).double()
         return torch.linalg.vector_norm(grad.flatten(1) * unit, dim=1)
 
@@ -153,27 +153,27 @@ def _kernels() -> Any:
         from bilip.reversible import fused
 
         zero = torch.zeros(1, 2, device="cuda")
-        fused.reaches(zero, zero, fused.scales(zero))
+        fused.sensitivities(zero, zero, fused.scales(zero))
         fused.sums(zero, fused.scales(zero), Fingerprint(torch.zeros((), dtype=torch.int64, device="cuda")))
     except Exception:  # not installed, no compiler, a GPU it does not know: torch's operations are right everywhere
         return None
     return fused
 
 
-def drifts_of(before: Sequence[Print], after: Sequence[Tensor], reaches: Sequence[Tensor] = ()) -> Tensor:
+def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: Sequence[Tensor] = ()) -> Tensor:
     """The largest drift over the samples, for each pair of fingerprints; what is not finite has drifted infinitely far.
 
     Args:
         before: Of the forward pass.
         after: Of the walk.
-        reaches: Of the walk, in its order. Where that of a sample grows from one state to the next, a net is steep there, and turns as
-            fast: the drift of the sample counts as many times more.
+        sensitivities: Of the walk, in its order. Where that of a sample grows from one state to the next, a net is steep there, and
+            turns as fast: the drift of the sample counts as many times more.
     """
     apart = torch.stack(list(after)) - torch.stack([one.sums for one in before])
     drift = torch.linalg.vector_norm(apart.double(), dim=2)
-    if len(reaches) > 1:
-        reach = torch.stack(list(reaches))
-        grown = reach[1:] / reach[:-1]  # from nothing to something is no growth: other paths begin there
+    if len(sensitivities) > 1:
+        sensitivity = torch.stack(list(sensitivities))
+        grown = sensitivity[1:] / sensitivity[:-1]  # from nothing to something is no growth: other paths begin there
         drift[1:] *= torch.where(torch.isfinite(grown), grown, 1.0).clamp_min(1.0)
     most = drift.amax(-1)
     return torch.where(torch.isfinite(most), most, torch.inf)

@@ -32,7 +32,7 @@ from bilip.reversible.fingerprint import (
     wide,
 )
 
-__all__ = ["couple", "reaches", "scales", "sums", "uncouple"]
+__all__ = ["couple", "sensitivities", "scales", "sums", "uncouple"]
 
 _STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
 _FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
@@ -74,11 +74,11 @@ def sums(flat: Tensor, scale: Tensor, key: Fingerprint) -> Tensor:
     return found
 
 
-def reaches(flat: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
-    """The norm of the gradient of each row, as `bilip.reversible.fingerprint.Print.reach` finds it."""
+def sensitivities(flat: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
+    """The norm of the gradient of each row, as `bilip.reversible.fingerprint.Print.sensitivity` finds it."""
     flat, grad = flat.contiguous(), grad.contiguous()
     found = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-    _launch(_reaches, flat, flat, grad, scale, found, most=4096)  # all loads at once: it does little else
+    _launch(_sensitivities, flat, flat, grad, scale, found, most=4096)  # all loads at once: it does little else
     return found
 
 
@@ -118,7 +118,7 @@ def uncouple(
     *,
     inverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Undo `couple` in place and pull a gradient through it.
+    """Undo `couple` in place, and find the gradients of what went in from that of what came out.
 
     Returns:
         The gradient with respect to h; that with respect to the state, only its transformed part is filled in; the sums of the
@@ -255,7 +255,7 @@ def _sums(x, scale, counter, key, factor, found, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _reaches(x, grad, scale, found, size, BLOCK: tl.constexpr):
+def _sensitivities(x, grad, scale, found, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, size, BLOCK):

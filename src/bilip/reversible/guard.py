@@ -127,21 +127,15 @@ class GuardReport:
 
 @dataclass(frozen=True)
 class Drift:
-    r"""How far a walk has drifted.
+    """How far a walk has drifted."""
 
-    Attributes:
-        places: States that were compared, in the order of the walk: from the last to the first.
-        added: Drift that has added up from the output to each of them: shape `(places,)`.
-        total: What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the gradient of
-            each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if the gradient of the
-            input is wanted.
-        mean: The same without these two.
-    """
-
-    places: list[int]
-    added: Tensor
+    places: list[int]  # states that were compared, in the order of the walk: from the last to the first
+    added: Tensor  # drift that has added up from the output to each of them: shape `(places,)`
+    # What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the
+    # gradient of each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if
+    # the gradient of the input is wanted.
     total: Tensor
-    mean: Tensor
+    mean: Tensor  # the same without these two
 
     @classmethod
     def none(cls, x: Tensor) -> Drift:

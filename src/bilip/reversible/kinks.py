@@ -141,14 +141,6 @@ def _clamp(min: Any = None, max: Any = None, **kwargs: Any) -> tuple[float, ...]
     return tuple(float(end) for end in (min, max) if isinstance(end, int | float))
 
 
-def _at_least(min: Any = None, **kwargs: Any) -> tuple[float, ...]:
-    return (float(min),) if isinstance(min, int | float) else ()
-
-
-def _at_most(max: Any = None, **kwargs: Any) -> tuple[float, ...]:
-    return (float(max),) if isinstance(max, int | float) else ()
-
-
 def _beyond(lambd: float = 0.5, *args: Any, **kwargs: Any) -> tuple[float, ...]:
     return (-float(lambd), float(lambd))
 
@@ -169,6 +161,6 @@ _KINKS: dict[Any, Callable[..., tuple[float, ...]]] = {
     functional.softshrink: _beyond,
     functional.hardshrink: _beyond,
     **dict.fromkeys((torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), _clamp),
-    **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _at_least),
-    **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), _at_most),
+    **dict.fromkeys((torch.clamp_min, Tensor.clamp_min), _clamp),
+    **dict.fromkeys((torch.clamp_max, Tensor.clamp_max), lambda max=None, **kwargs: _clamp(None, max)),
 }

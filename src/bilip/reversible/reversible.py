@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from bilip._torch import Flag, is_transformed
 from bilip.adapters import as_bijection
 from bilip.blocks import AdditiveCoupling, AffineCoupling, Bijection, InvertibleConv1x1
+from bilip.blocks.bijection import Directed
 from bilip.blocks.chain import only_scales
 from bilip.blocks.factor_out import OnKept
 from bilip.blocks.wrapped import Wrapped
@@ -53,7 +54,7 @@ class Outside:
         return Outside, ()
 
 
-class Reversible(Wrapped):
+class Reversible(Directed, Wrapped):
     r"""A bijection with the same parameters and the same numbers, whose activation memory does not grow with depth.
 
     The forward pass keeps its input and its output. The backward pass walks from the output to the input, recovers what entered
@@ -108,19 +109,7 @@ class Reversible(Wrapped):
 
     # ---- the maps
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._call(x, context, inverse=False, log_det=False)[0]
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> Tensor:
-        return self._call(z, context, inverse=True, log_det=False)[0]
-
-    def forward_and_log_det(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._call(x, context, inverse=False, log_det=True)  # type: ignore[return-value]
-
-    def inverse_and_log_det(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._call(z, context, inverse=True, log_det=True)  # type: ignore[return-value]
-
-    def _call(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
+    def _map(self, x: Tensor, context: Tensor | None, *, inverse: bool, log_det: bool) -> tuple[Tensor, ...]:
         self.check(x)
         parameters = [p for p in self.bijection.parameters() if p.requires_grad]
         wanted = torch.is_grad_enabled() and (

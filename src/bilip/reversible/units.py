@@ -29,35 +29,22 @@ Grads = dict[Tensor, Tensor]
 
 @dataclass
 class Recovered:
-    """What `back` returns: the input of a unit and gradients, from its output and the gradient of that.
+    """What `back` returns: the input of a unit and gradients, from its output and the gradient of that."""
 
-    Attributes:
-        x: The input of the unit, recovered, or the known one.
-        grad: Gradient with respect to it.
-        parameters: Gradients with respect to the parameters of the unit, and to tensors from outside that it uses.
-        context: Gradient with respect to the context, if it is wanted.
-        print: The sums of the fingerprint of x, where they came along for nothing.
-    """
-
-    x: Tensor
-    grad: Tensor
+    x: Tensor  # the input of the unit, recovered, or the known one
+    grad: Tensor  # gradient with respect to it
+    # Gradients with respect to the parameters of the unit, and to tensors from outside that it uses.
     parameters: Grads = field(default_factory=dict)
-    context: Tensor | None = None
-    print: Tensor | None = None
+    context: Tensor | None = None  # gradient with respect to the context, if it is wanted
+    print: Tensor | None = None  # the sums of the fingerprint of x, where they came along for nothing
 
 
 class Ran(NamedTuple):
-    """What `run` returns: the output of a unit, and what came along.
+    """What `run` returns: the output of a unit, and what came along."""
 
-    Attributes:
-        y: The output.
-        log_det: If wanted, the log-determinant, of shape `(batch,)` or a number for all.
-        print: If wanted, the fingerprint of the input.
-    """
-
-    y: Tensor
-    log_det: Tensor | None = None
-    print: Print | None = None
+    y: Tensor  # the output
+    log_det: Tensor | None = None  # if wanted, the log-determinant, of shape `(batch,)` or a number for all
+    print: Print | None = None  # if wanted, the fingerprint of the input
 
 
 class Unit(ABC):

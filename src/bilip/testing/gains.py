@@ -80,8 +80,8 @@ def search_gains(
             inverse = max(inverse, float((1 / certain).nan_to_num(0.0).max()))
             k = 0 if sign > 0 else -1
             # The derivative of a singular value u^T J v is u^T dJ v: u and v stay fixed.
-            (pulled,) = torch.autograd.grad(z, x, left[:, :, k].view_as(z), create_graph=True)
-            gain = (pulled.flatten(1) * right[:, k]).sum()
+            (vjp,) = torch.autograd.grad(z, x, left[:, :, k].view_as(z), create_graph=True)
+            gain = (vjp.flatten(1) * right[:, k]).sum()
             slope = (
                 torch.autograd.grad(gain, x)[0].nan_to_num(0.0, 0.0, 0.0) if gain.requires_grad else torch.zeros_like(x)
             )

@@ -20,7 +20,7 @@ from bilip.blocks import ActNorm, Bijection, Residual, Roulette
 from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
 from bilip.errors import CheckpointError, InputError, TrainingDiverged
-from bilip.nets.replay import batch_norms, draws_numbers, frozen_statistics
+from bilip.nets.replay import batch_norms, draws_numbers, evaluating, frozen_statistics
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, restore_certificate
 from bilip.reversible import Reversible
 from bilip.training.average import Average
@@ -240,22 +240,13 @@ class Run:
         """Log what the task measures, and keep the weights with the smallest test loss."""
         if self.task.evaluate is None or not self.main:
             return {}
-        model = self.task.model
-        modes = {part: part.training for part in model.modules()}
-        try:
-            with (
-                torch.no_grad(),
-                torch.random.fork_rng(),
-                self.average.in_place() if self.average else contextlib.nullcontext(),
-            ):
-                torch.manual_seed(seed_of(self.settings.seed, self.done, "evaluation"))
-                found = _numbers(self.task.evaluate(model.eval(), self.done))
-                if found.get("test_loss", math.inf) < self.best_loss:
-                    self.best_step, self.best_loss = self.done, found["test_loss"]
-                    save_state(self.folder / "best.safetensors", self.weights(), {"step": self.done})
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
+        averaged = self.average.in_place() if self.average else contextlib.nullcontext()
+        with evaluating(self.task.model), torch.no_grad(), torch.random.fork_rng(), averaged:
+            torch.manual_seed(seed_of(self.settings.seed, self.done, "evaluation"))
+            found = _numbers(self.task.evaluate(self.task.model, self.done))
+            if found.get("test_loss", math.inf) < self.best_loss:
+                self.best_step, self.best_loss = self.done, found["test_loss"]
+                save_state(self.folder / "best.safetensors", self.weights(), {"step": self.done})
         self.log.write("evaluation", self.done, found)
         return found
 

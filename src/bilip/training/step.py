@@ -344,25 +344,15 @@ class CapturedStep:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph of the gradients of one kind of step.
-
-    Attributes:
-        graph: The graph.
-        finish: That of the update.
-        inputs: The tensors it reads the batch from.
-        found: The tensors it leaves the losses in.
-        flags: Those it may raise.
-        added: What each replay adds to the counts of their owners.
-        buffers: Buffers of the model that it writes, such as running statistics.
-    """
+    """A graph of the gradients of one kind of step."""
 
     graph: torch.cuda.CUDAGraph
-    finish: torch.cuda.CUDAGraph
-    inputs: Batch
-    found: dict[str, Tensor]
-    flags: list[Flag]
-    added: list[dict[str, int]]
-    buffers: list[Tensor]
+    finish: torch.cuda.CUDAGraph  # the graph of the update
+    inputs: Batch  # the tensors it reads the batch from
+    found: dict[str, Tensor]  # the tensors it leaves the losses in
+    flags: list[Flag]  # those it may raise
+    added: list[dict[str, int]]  # what each replay adds to the counts of their owners
+    buffers: list[Tensor]  # buffers of the model that it writes, such as running statistics
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         """What a replay writes beside gradients and losses, with copies of what is there now; nothing where no flag can be raised."""

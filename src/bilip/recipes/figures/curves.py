@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bilip.errors import InputError
-from bilip.recipes.figures import checks, style
+from bilip.recipes.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,11 +61,11 @@ def curves(
         >>> figure.axes[0].get_ylabel()
         'MSE'
     """
-    checks.named(panels, "panels")
+    style.named(panels, "panels")
     unknown = [name for name in linear if name not in panels]
     if unknown or isinstance(linear, str):
         raise InputError(f"linear is {linear!r}; expected a list with some of {list(panels)}.")
-    names = list(dict.fromkeys(name for panel in panels for name in checks.named(panels[panel], f"panels[{panel!r}]")))
+    names = list(dict.fromkeys(name for panel in panels for name in style.named(panels[panel], f"panels[{panel!r}]")))
     looks = {name: style.look(number) for number, name in enumerate(names)}
     lines = {
         panel: {name: _line(looks[name], item, f"panels[{panel!r}][{name!r}]") for name, item in content.items()}
@@ -125,7 +125,7 @@ def _pair(pair: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
         x, y = pair
     except (TypeError, ValueError) as error:
         raise InputError(f"{what} is not a pair; expected (x, y), two lists of the same length.") from error
-    x, y = checks.array(x, f"x of {what}"), checks.array(y, f"y of {what}")
+    x, y = style.array(x, f"x of {what}"), style.array(y, f"y of {what}")
     if len(x) != len(y):
         raise InputError(f"{what} has {len(x)} numbers in x and {len(y)} in y; expected as many.")
     if not np.isfinite(x).all():
@@ -171,17 +171,17 @@ def depth_panels(
         >>> len(depth_panels(depths, {"affine": affine}).axes)
         2
     """
-    x = checks.array(list(depths), "depths")
+    x = style.array(list(depths), "depths")
     if not len(x) or not np.isfinite(x).all():
         raise InputError(f"depths is {x.tolist()}; expected at least one number of blocks, all finite.")
     found: dict[str, dict[str, np.ndarray]] = {}
-    for name, quantities in checks.named(curves, "curves").items():
-        for quantity, values in checks.named(quantities, f"curves[{name!r}]").items():
+    for name, quantities in style.named(curves, "curves").items():
+        for quantity, values in style.named(quantities, f"curves[{name!r}]").items():
             if quantity not in LABELS:
                 raise InputError(
                     f"curves[{name!r}] has the quantity {quantity!r}; expected one of {', '.join(LABELS)}."
                 )
-            y = checks.array(values, f"curves[{name!r}][{quantity!r}]")
+            y = style.array(values, f"curves[{name!r}][{quantity!r}]")
             if len(y) != len(x):
                 raise InputError(
                     f"curves[{name!r}][{quantity!r}] has {len(y)} numbers for {len(x)} depths; expected one for each."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bilip.errors import InputError
-from bilip.recipes.figures import checks, style
+from bilip.recipes.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def reconstructions(
         >>> figure.axes[0].get_title()
         'uniform'
     """
-    checks.named(groups, "groups")
+    style.named(groups, "groups")
     mosaics = {title: _mosaic(images, broken, title) for title, (images, broken) in groups.items()}
     with style.house():
         from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ def image_rows(rows: Mapping[str, tuple[Any, Any]], *, inches: float = 0.62) -> 
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['data', 'samples']
     """
-    checks.named(rows, "rows")
+    style.named(rows, "rows")
     strips = {name: _strip(images, broken, name) for name, (images, broken) in rows.items()}
     most = max(len(images) for images, _ in rows.values())
     width = min(inches, (style.DOUBLE - LABEL) / most)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bilip.errors import InputError
-from bilip.recipes.figures import checks, style
+from bilip.recipes.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def plane_maps(
         >>> figure.axes[0].texts[0].get_text()
         'Inf/NaN: 1.2 % (5 points)'
     """
-    found = {t: checks.array(m, f"maps[{t!r}]", shape=(None, None)) for t, m in checks.named(maps, "maps").items()}
+    found = {t: style.array(m, f"maps[{t!r}]", shape=(None, None)) for t, m in style.named(maps, "maps").items()}
     for title, values in found.items():
         if not values.size:
             raise InputError(f"maps[{title!r}] has shape {values.shape}; expected at least one point.")
@@ -75,8 +75,8 @@ def plane_maps(
             raise InputError(
                 f"maps[{title!r}] has {negative} negative numbers, which have no logarithm: pass log=False."
             )
-    low, high = checks.interval((low, high), "(low, high)")
-    box = None if box is None else checks.interval(box, "box")
+    low, high = style.interval((low, high), "(low, high)")
+    box = None if box is None else style.interval(box, "box")
     bottom, top = _range(list(found.values()), vmin, vmax, log=log)
     ends = (math.log10(bottom), math.log10(top)) if log else (bottom, top)
     with style.house():
@@ -143,7 +143,7 @@ def _range(maps: list[np.ndarray], vmin: float | None, vmax: float | None, *, lo
     if high <= low or (vmin is not None and high <= vmin) or (vmax is not None and low >= vmax):
         base = vmin if vmin is not None else vmax if vmax is not None else low
         low, high = (base / 10, base * 10) if log else (base - max(1.0, abs(base)), base + max(1.0, abs(base)))
-    low, high = checks.interval((low if vmin is None else vmin, high if vmax is None else vmax), "(vmin, vmax)")
+    low, high = style.interval((low if vmin is None else vmin, high if vmax is None else vmax), "(vmin, vmax)")
     if log and low <= 0:
         raise InputError(f"vmin is {low:g}; a logarithmic colour begins above zero: pass vmin > 0 or log=False.")
     return low, high
@@ -194,9 +194,9 @@ def scatters(
         >>> figure.axes[0].texts[0].get_text()
         '3 points, 1 beyond the axes, 1 Inf/NaN'
     """
-    found = {title: _sets(sets, f"panels[{title!r}]") for title, sets in checks.named(panels, "panels").items()}
-    box = None if box is None else checks.interval(box, "box")
-    limit = None if limit is None else checks.interval(limit, "limit")
+    found = {title: _sets(sets, f"panels[{title!r}]") for title, sets in style.named(panels, "panels").items()}
+    box = None if box is None else style.interval(box, "box")
+    limit = None if limit is None else style.interval(limit, "limit")
     looks = {
         label: style.look(i) for i, label in enumerate(dict.fromkeys(name for s in found.values() for name, _ in s))
     }
@@ -246,7 +246,7 @@ def _sets(sets: Any, what: str) -> list[tuple[str, np.ndarray]]:
             raise InputError(f"{what} holds {item!r:.60}; expected pairs (label, points).")
         label, points = item
         points = np.empty((0, 2)) if np.size(points) == 0 else points
-        found.append((label, checks.array(points, f"{label!r} in {what}", shape=(None, 2))))
+        found.append((label, style.array(points, f"{label!r} in {what}", shape=(None, 2))))
     if not found:
         raise InputError(f"{what} is empty; expected at least one pair (label, points).")
     return found

@@ -1,4 +1,4 @@
-"""The style of print: sizes, a look for each curve that also reads in black and white, ticks, and files.
+"""The style of print: sizes, a look for each curve that also reads in black and white, ticks, and files; and what a figure accepts.
 
 A figure is built and drawn inside `house`, so that a reader's own matplotlib settings neither change it nor are changed.
 """
@@ -9,7 +9,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,3 +233,43 @@ def _smaller(png: io.BytesIO, dpi: float) -> bytes:
         small, "png", optimize=True, dpi=(dpi, dpi)
     )
     return small.getvalue()
+
+
+# ---- what a figure accepts: plain numbers in the right shape, or a sentence that says what was wrong
+
+
+def named(value: Any, what: str) -> Mapping[str, Any]:
+    """A mapping with at least one entry and text for keys."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{what} is a {type(value).__name__}; expected a mapping from names to data.")
+    if not value:
+        raise InputError(f"{what} is empty; expected at least one entry.")
+    for name in value:
+        if not isinstance(name, str):
+            raise InputError(f"{what} has the key {name!r}; expected text, for it is printed.")
+    return value
+
+
+def array(values: Any, what: str, *, shape: tuple[int | None, ...] = (None,)) -> np.ndarray:
+    """Numbers as float64 in the given shape, where None stands for any length; Inf and NaN pass.
+
+    Example:
+        >>> array([1, "inf"], "y")
+        array([ 1., inf])
+    """
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{what} is not an array of numbers ({error}).") from error
+    if found.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True)):
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise InputError(f"{what} has shape {found.shape}; expected ({expected}).")
+    return found
+
+
+def interval(value: Any, what: str) -> tuple[float, float]:
+    """Two finite numbers, the smaller one first."""
+    low, high = array(value, what, shape=(2,)).tolist()
+    if not (np.isfinite([low, high]).all() and low < high):
+        raise InputError(f"{what} is ({low:g}, {high:g}); expected two finite numbers, the smaller one first.")
+    return low, high

@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from bilip.record import AuditRecord, Measurement
 from bilip.report.charts import distribution_figure
 from bilip.report.format import clean, sentence
-from bilip.report.parts import Line, Section, by_source, gallery, measured, some, table
+from bilip.report.parts import Line, Section, by_source, gallery, measured, row_columns, some, table
 from bilip.report.sections.tables import SECTIONS
 
 __all__ = ["sections"]
@@ -46,7 +46,9 @@ def _drawn(record: AuditRecord, probe: str, name: str) -> Section:
         by_source(record, probe, "By source", list(columns)) if columns else None,
         *(distribution_figure(found, h, _capital(clean(q.label, 60)), q.unit or q.label) for h, q in histograms),
         *(
-            table(f"On {clean(m.source, 60) or 'all'}", _columns(m), m.rows[:200], sortable=True, quantity=m.quantity)
+            table(
+                f"On {clean(m.source, 60) or 'all'}", row_columns(m), m.rows[:200], sortable=True, quantity=m.quantity
+            )
             for m in found
             if m.rows
         ),
@@ -58,11 +60,6 @@ def _drawn(record: AuditRecord, probe: str, name: str) -> Section:
     title = clean(text.get("title") or _capital(_title(probe)), 120)
     lead = sentence(text.get("lead") or f"What the probe {_title(probe)} measured")
     return Section(name, title, lead, parts, probe)
-
-
-def _columns(m: Measurement) -> list[tuple[str, str]]:
-    names = dict.fromkeys(str(name) for row in m.rows for name in row)
-    return [(name, clean(m.quantity(name).label, 40)) for name in names]
 
 
 def _title(probe: str) -> str:

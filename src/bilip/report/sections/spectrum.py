@@ -59,7 +59,7 @@ def spectrum_figure(measurements: Sequence[Measurement]) -> Figure | None:
 
 
 def _limits(values: Sequence[float]) -> dict[str, float]:
-    """Where float32 ends, and where float64 does if the spectrum comes near."""
+    """Where float32 ends, and where float64 does if the spectrum comes within a factor of a thousand of that."""
     finite = [v for v in values if math.isfinite(v) and v > 0]
     if not finite:
         return {}

@@ -8,34 +8,23 @@ from dataclasses import dataclass
 from bilip.record import AuditRecord
 from bilip.report.charts import distribution_figure
 from bilip.report.format import clean
-from bilip.report.parts import Fold, Part, Section, by_source, gallery, measured, some, table
+from bilip.report.parts import Fold, Part, Section, by_source, gallery, measured, row_columns, some, table
 
 __all__ = ["SECTIONS"]
 
 
 @dataclass(frozen=True)
 class BySource:
-    """The section of a probe whose values say it all.
+    """The section of a probe whose values say it all."""
 
-    Attributes:
-        probe: Name of the probe.
-        title: The question that it answers.
-        lead: What was done, and how to read it.
-        caption: Heading of the table.
-        columns: Names of values, and what stands above them.
-        histogram: Name, heading and unit of a distribution to draw; empty for none.
-        threshold: The field of `Thresholds` beyond which the distribution is drawn as wrong.
-        pictures: Heading of the pictures, where the probe leaves some.
-    """
-
-    probe: str
-    title: str
-    lead: str
-    caption: str
-    columns: tuple[tuple[str, str], ...]
-    histogram: tuple[str, str, str] | None = None
-    threshold: str = ""
-    pictures: str = ""
+    probe: str  # name of the probe
+    title: str  # the question that it answers
+    lead: str  # what was done, and how to read it
+    caption: str  # heading of the table
+    columns: tuple[tuple[str, str], ...]  # names of values, and what stands above them
+    histogram: tuple[str, str, str] | None = None  # name, heading and unit of a distribution to draw; empty for none
+    threshold: str = ""  # the field of `Thresholds` beyond which the distribution is drawn as wrong
+    pictures: str = ""  # heading of the pictures, where the probe leaves some
 
     def __call__(self, record: AuditRecord) -> tuple[Section, ...]:
         """The table, the distribution and the pictures of a record."""
@@ -92,9 +81,8 @@ def gradient_angle(record: AuditRecord) -> tuple[Section, ...]:
     names = dict.fromkeys((name, clean(m.quantity(name).label, 80)) for m in found for name in m.values)
     parts: list[Part | None] = [by_source(record, "gradient_angle", "Angles in radians", list(names))]
     for m in found:
-        columns = dict.fromkeys((str(name), clean(m.quantity(str(name)).label, 40)) for row in m.rows for name in row)
         if m.rows:
-            blocks = table("Block by block", list(columns), m.rows[:400], sortable=True, quantity=m.quantity)
+            blocks = table("Block by block", row_columns(m), m.rows[:400], sortable=True, quantity=m.quantity)
             parts.append(Fold(f"Block by block ({len(m.rows)} blocks)", (blocks,)))
     lead = (
         "Gradients from recomputed activations beside those from stored ones. An angle near 0 means that training in constant memory "
