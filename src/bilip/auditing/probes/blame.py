@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from bilip import _linalg
 from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import Typical, distances, norms, typical
+from bilip.auditing.round_trip import Typical, distances, distances_each, norms, typical
 from bilip.auditing.subject import Subject, in_dtype, run_guarded
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
 from bilip.linalg.lanczos import largest_singular_value
-from bilip.linalg.linearized import LinearPart
+from bilip.linalg.linearized import AtPoint, LinearPart
 from bilip.record import Measurement, Quantity
 
 __all__ = ["Blame", "InnerPart", "inner_parts"]
@@ -175,6 +176,9 @@ class Blame(Probe):
             return found
         x = x[: self.spectra].double()
         given = None if context is None else in_dtype(context[: self.spectra], torch.float64)
+        together = subject.repointed(x, given) if sizes.scale is None else None
+        if together is not None:
+            return _look_together(together)
         for k, (name, part) in enumerate(double.parts):
             try:
                 linear = LinearPart(part, x, given, name)
@@ -263,6 +267,35 @@ def _look(linear: LinearPart) -> _LocalState:
     state.sigma_min, state.sigma_max = float(bottom.min()), float(top.max())
     state.condition = float((top / bottom).max())
     return state
+
+
+def _look_together(at: AtPoint) -> list[_LocalState]:
+    """`_look` and the own round trip in float64 for all blocks of a large model at once: on a GPU each launch counts."""
+    parts = at.parts
+    found = [_LocalState(1.0, 1.0, 1.0, 0.0) if part.part.rearranges else _LocalState() for part in parts]
+    couplings = [k for k, part in enumerate(parts) if part.moved is not None]  # the others are linear
+    known: dict[int, Tensor] = {}
+    if couplings:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(at.x.device)
+        start = start.repeat(len(couplings), 1)
+        tops, bottoms = (
+            largest_singular_value(partial(at.each, there), partial(at.each, back), start, steps=_STEPS).value
+            for there, back in (("apply", "adjoint"), ("solve", "solve_adjoint"))
+        )
+        ends = torch.stack((tops, 1 / bottoms)).view(2, len(couplings), at.count).cpu()
+        known = dict(zip(couplings, ends.unbind(1), strict=True))
+    for k, part in enumerate(parts):
+        if part.part.rearranges:
+            continue
+        top, bottom = known[k] if k in known else torch.tensor(part.extremes, dtype=torch.float64)[:, None]
+        found[k].sigma_min, found[k].sigma_max = float(bottom.min()), float(top.max())
+        found[k].condition = float((top / bottom).max())
+    errors = distances_each(*at.local_round_trips()).relative.cpu()
+    for state, error, part in zip(found, errors, parts, strict=True):
+        if not part.part.rearranges:
+            state.local_float64 = _largest(error)
+    return found
 
 
 def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:
