@@ -77,6 +77,7 @@ class Subject:
         self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
         self._session = session or _Session()
+        self.watched_products: dict[str, bool] = {}  # see `Reference`
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:

@@ -103,6 +103,8 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
         return torch.from_numpy(np.clip(values, low, high) if clip else values).to(like.dtype)
 
     rows = ChunkRows(count, like.shape, like.dtype, make)
+    # No draw lies 40 standard deviations out.
+    rows.finite = bool((np.abs(center) + 40 * half).max() < torch.finfo(like.dtype).max)
     context = None if like.context_rows is None else _Around(like.context_rows, count)
     return Source(spec, rows, role="ood", description=f"{text}, seed {seed}", context=context)
 
