@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bilip import _linalg
-from bilip._torch import Replayed, can_record, rows
+from bilip._torch import Replayed, rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.factor_out import OnKept
 from bilip.errors import NotMeasured
@@ -401,7 +401,7 @@ class Repointed:
         names = ("apply", "adjoint", "solve", "solve_adjoint")
         self.products = {name: Replayed(partial(self._product, name)) for name in names}
         self.each = {name: Replayed(partial(self._each, name)) for name in names}
-        self._residuals, self.inverses = Replayed(self._left), Replayed(self._back)
+        self._residuals = Replayed(self._left)
 
     def at(self, x: Tensor, noise: float = 0.0, like: AtPoint | None = None) -> AtPoint | None:
         """The model linearised at points; `None` where that cannot be replayed, or not be trusted there.
@@ -412,17 +412,17 @@ class Repointed:
             like: With noise, the same without, whose residual serves here too.
         """
         x = x.detach().double()
-        generator = torch.Generator().manual_seed(1)
-        size = x[0].numel()
-        moved = torch.zeros(len(self.parts), len(x), size, dtype=x.dtype)
+        moved = torch.zeros(len(self.parts), *x.flatten(1).shape, dtype=x.dtype, device=x.device)
         if noise:
-            for row in moved:
-                row.copy_(noise * torch.randn(row.shape, generator=generator, dtype=x.dtype))
-        point = AtPoint(self, x, moved.to(x.device))
-        while not self._write.recorded:
-            if self._write.failed or not can_record(x):
-                return None
-            self._write(x, point.noise)
+            generator = torch.Generator().manual_seed(1)
+            draws = [torch.randn(x.shape, generator=generator, dtype=x.dtype).flatten(1) for _ in self.parts]
+            moved = noise * torch.stack(draws).to(x.device)
+        point = AtPoint(self, x, moved)
+        for other in (0.9 * x + 0.01, x):  # recorded at one point and tried at another
+            if not self._write.recorded:
+                self._write(other, moved)
+        if not self._write.recorded:
+            return None
         if not bool(point.write().all()):
             return None
         if like is not None:
@@ -437,13 +437,16 @@ class Repointed:
     def write(self, point: AtPoint) -> Tensor:
         """Linearise at a point; for each block, whether what it gives is finite."""
         self.here = None
-        found = self._write(point.x, point.noise)
+        found = self._write(point.x, point.noise)[0]
         self.here = point
         return found
 
-    def _written(self, x: Tensor, noise: Tensor) -> Tensor:
+    def _written(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """For each block whether what it gives is finite; and a product, by which a replay is compared with what it stands for."""
         self.linear = Linearized(self.parts, x, written=noise)
-        return torch.stack([torch.isfinite(part.z).all() for part in self.linear.parts])
+        return torch.stack([torch.isfinite(part.z).all() for part in self.linear.parts]), self.linear.apply(
+            x.flatten(1)
+        )
 
     def _product(self, name: str, v: Tensor) -> Tensor:
         return getattr(self.linear, name)(v)
@@ -452,13 +455,6 @@ class Repointed:
         """A product of each coupling, with rows of its own."""
         parts = [part for part in self._linear().parts if part.moved is not None]
         return torch.cat([getattr(part, name)(w) for part, w in zip(parts, v.chunk(len(parts)), strict=True)])
-
-    @torch.no_grad()
-    def _back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What reaches each block, and what its own inverse makes of what it gives."""
-        parts = self._linear().parts
-        backs = [part._inverse(part.z) for part in parts]
-        return tuple(torch.stack([one.flatten(1) for one in ones]) for ones in ([part.x for part in parts], backs))  # type: ignore[return-value]
 
     def _left(self, w: Tensor) -> Tensor:
         return torch.stack([part.residuals(w).max() for part in self._linear().parts])
@@ -512,10 +508,11 @@ class AtPoint:
         self._here()
         return self.model.each[name](v)
 
+    @torch.no_grad()
     def local_round_trips(self) -> tuple[Tensor, Tensor]:
         """What reaches each block, and what its own inverse makes of what it gives; both `(blocks, batch, size)`."""
-        self._here()
-        return self.model.inverses(self.x)
+        pairs = [(part.x.flatten(1), part._inverse(part.z).flatten(1)) for part in self.parts]
+        return torch.stack([x for x, _ in pairs]), torch.stack([back for _, back in pairs])
 
     def _product(self, name: str, v: Tensor) -> Tensor:
         self._here()

