@@ -40,7 +40,8 @@ class _Session:
 
     Attributes:
         tick: Called before each call; an audit looks at its clock.
-        recorded: Calls that are repeated, while nothing about the model changes; `None` outside of `Subject.repeating`.
+        recorded: Calls that are repeated, and what was counted, while nothing about the model changes; `None` outside of
+            `Subject.repeating`.
     """
 
     tick: Callable[[], None] = _nothing
@@ -97,6 +98,14 @@ class Subject:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most of the model's numbers have, or torch's default."""
+        recorded = self._session.recorded
+        if recorded is None:
+            return self._counted_dtype()
+        if (self, "dtype") not in recorded:
+            recorded[self, "dtype"] = self._counted_dtype()
+        return recorded[self, "dtype"]
+
+    def _counted_dtype(self) -> torch.dtype:
         sizes: dict[torch.dtype, int] = {}
         for value in self._tensors():
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()

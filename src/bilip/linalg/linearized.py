@@ -54,6 +54,7 @@ class LinearPart:
 
     Attributes:
         residual: Largest $|J J^{-1} w - w| / |w|$ over the batch, on random directions.
+        log_det: The log-determinant of a linear block, kept here by who finds it.
 
     Example:
         >>> from bilip.blocks import DiagonalScaling
@@ -88,6 +89,7 @@ class LinearPart:
         self._scales: Tensor | None = None
         self._structure: Structured | None = None
         self._looked = False
+        self.log_det: float | None = None
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.part(x.clone(), rows(self.context, len(x)))

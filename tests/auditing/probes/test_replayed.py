@@ -10,6 +10,7 @@ from bilip import _torch
 from bilip._torch import EvalCache, Replayed
 from bilip.auditing import subject as subject_module
 from bilip.auditing.float32 import float32_products
+from bilip.auditing.probes import blame
 from bilip.auditing.probes.attack import Attack
 from bilip.auditing.subject import Subject
 from bilip.blocks import conv1x1
@@ -216,10 +217,12 @@ def test_a_model_linearised_by_replays_is_that_linearised_block_by_block(graphs,
     model, x = trained(glow(size, levels=2, blocks=1, hidden=4), size), torch.rand(40, *size)
     options = {"budget": "quick", "probes": "spectrum,bounds,log_det,attack,blame,precision", "ood": ["uniform"]}
     monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
+    monkeypatch.setattr(blame, "_fit_together", lambda stored: True)
     found, words = numbers(bilip.audit(model, x, **options))
     assert not any(often.failed for often in graphs)
     repeated = [often for often in graphs if often.replays > 5]
     assert len(repeated) >= 10  # linearising, four products of the model and of its blocks, checks
+    monkeypatch.setattr(blame, "_fit_together", lambda stored: False)
     for module in (subject_module, _torch):
         monkeypatch.setattr(module, "can_record", lambda *tensors: False)
     alone, same = numbers(bilip.audit(model, x, **options))
