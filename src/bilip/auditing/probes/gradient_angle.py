@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -242,25 +241,29 @@ def angles_together(found: Grads, stored: Grads, chosen: Sequence[Sequence[nn.Pa
     pairs = [(k, p) for k, here in enumerate(chosen) for p in here if p.numel()]
     if not pairs:
         return [0.0 if here else None for here in chosen]
-    block = torch.tensor([k for k, _ in pairs])
+    block, counts = torch.tensor([[k, p.numel()] for k, p in pairs]).T
 
-    def lengths(parts: Any, order: float = 2.0) -> Tensor:
+    def flat(grads: Grads) -> Tensor:
+        parts = [(grads[p] if p in grads else torch.zeros_like(p)).detach().double().flatten() for _, p in pairs]
+        return torch.cat(parts)
+
+    def lengths(values: Tensor, order: float = 2.0) -> Tensor:
         """Euclidean, or the largest entries, block by block on the CPU."""
-        each = torch.stack(torch._foreach_norm(parts, order)).cpu()
+        each = torch.stack(torch._foreach_norm(values.split(counts.tolist()), order)).cpu()
         none = torch.zeros(len(chosen), dtype=each.dtype)
         if order == math.inf:
             return none.scatter_reduce(0, block, each, "amax")
         return none.index_add(0, block, each.square()).sqrt()
 
-    def divided(parts: Any, sizes: Tensor) -> Any:
-        return torch._foreach_div(parts, torch.where(sizes > 0, sizes, 1.0)[block].tolist())
+    def divided(values: Tensor, sizes: Tensor) -> Tensor:
+        sizes = torch.where(sizes > 0, sizes, 1.0)[block].to(values.device)
+        return values / sizes.repeat_interleave(counts.to(values.device), output_size=len(values))
 
-    u: Any = [(found[p] if p in found else torch.zeros_like(p)).detach().double() for _, p in pairs]
-    v: Any = [stored[p].detach().double() for _, p in pairs]
+    u, v = flat(found), flat(stored)
     first, second = lengths(u, math.inf), lengths(v, math.inf)
     u, v = divided(u, first), divided(v, second)  # so that no square overflows
     u, v = divided(u, lengths(u)), divided(v, lengths(v))
-    angles = 2 * torch.atan2(lengths(torch._foreach_sub(u, v)), lengths(torch._foreach_add(u, v)))
+    angles = 2 * torch.atan2(lengths(u - v), lengths(u + v))
     angles = torch.where((first == 0) & (second == 0), 0.0, torch.where((first == 0) | (second == 0), math.pi, angles))
     angles = torch.where(torch.isfinite(first), angles, torch.nan)
     return [float(value) if here else None for value, here in zip(angles, chosen, strict=True)]
