@@ -292,6 +292,11 @@ class Replayed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: Any = None
 
+    @property
+    def recorded(self) -> bool:
+        """Whether calls are replays from now on."""
+        return self._graph is not None
+
     def __call__(self, *inputs: Tensor) -> Any:
         if self.failed or not can_record(*inputs):
             return self.plain(*inputs)

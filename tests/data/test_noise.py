@@ -78,6 +78,30 @@ def test_sources_say_what_they_are():
     assert noise("scaled:4", DATA).description == "test times 4"
 
 
+def test_noise_is_made_once_for_who_remembers_and_not_to_be_checked():
+    like = as_source("test", torch.tensor([[0.0, 1.0], [2.0, 3.0]]).half())
+    for spec, chunks in (("uniform", 0), ("gaussian:1e4", 4)):  # half precision may overflow in the second
+        source, made = noise(spec, like, count=1000), []
+        make = source.rows.make
+        source.rows.make = lambda k, make=make, made=made: made.append(k) or make(k)
+        source.check()
+        assert len(made) == chunks
+        source.remember()
+        made.clear()
+        first = source.read(0, 1000).x
+        assert torch.equal(source.read(0, 1000).x, first)
+        assert made in ([0, 1, 2, 3], [0, 1, 2])  # the last is at hand after a check
+        found = source.statistics()
+        assert source.statistics() is found
+    source.rows.room = first[0].numel() * first.element_size() * 256  # for one chunk
+    source.rows._kept.clear()
+    made.clear()
+    for _ in range(2):
+        source.read(0, 1000)
+    assert made.count(0) == 1
+    assert made.count(1) == 2
+
+
 def test_a_long_source_costs_nothing_until_it_is_read():
     source = noise("gaussian", DATA, count=10**12)
     assert len(source.first(10)) == 10

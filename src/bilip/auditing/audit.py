@@ -107,6 +107,7 @@ def audit(
     streams = make_sources(sources, ood, spent, seed, subject)
     for stream in streams:
         stream.check(spent.samples)
+        stream.remember()  # no one else holds these sources
     thresholds = replace(
         thresholds,
         relative=thresholds.limit(subject.eps),

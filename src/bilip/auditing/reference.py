@@ -42,7 +42,8 @@ class Reference:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject.copy_in(torch.float64)
         self.own = subject.dtype == torch.float64
-        self._watched: dict[str, bool] = {}  # calls that were looked at, and whether they have to be kept in float64
+        # Calls that were looked at, and whether they have to be kept in float64; where blocks make no choices, once for all sources.
+        self._watched = self.subject.watched_products if self.subject.recordable else {}
 
     def encode(self, x: Tensor, context: Tensor | None = None, *, shaken: bool = False) -> Outcome:
         """F(x) by the float64 copy; `shaken` moves x in its last bit."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bilip.data import Source
 
-__all__ = ["Distances", "Typical", "distances", "norms", "typical", "typical_norm"]
+__all__ = ["Distances", "Typical", "distances", "distances_each", "norms", "typical", "typical_norm"]
 
 _ENOUGH = 16  # samples that tell the size of a feature
 
@@ -125,3 +125,20 @@ def distances(x: Tensor, other: Tensor, typical: Typical | float | None = None) 
     scaled = x.detach().double() / scale
     size = norms(scaled).clamp_min(max(typical_norm(scaled) if known.norm is None else known.norm, 1e-300))
     return Distances(norms(difference), norms(difference / scale) / size, difference.flatten(1).abs().amax(1))
+
+
+def distances_each(x: Tensor, other: Tensor) -> Distances:
+    """`distances` of many batches at once, each measured by itself: `(batches, batch, size)`, the errors `(batches, batch)`.
+
+    On a device a few launches stand for those of all batches.
+
+    Example:
+        >>> distances_each(torch.ones(3, 2, 4), torch.zeros(3, 2, 4)).relative.shape
+        torch.Size([3, 2])
+    """
+    shape = x.shape[:2]
+    x, difference = x.flatten(0, 1), (other.double() - x.double()).flatten(0, 1)
+    size, l2 = norms(x).view(shape), norms(difference).view(shape)
+    known = torch.where(torch.isfinite(size) & (size > 0), size, torch.nan).nanmedian(1).values.nan_to_num(1.0)
+    size = torch.maximum(size, known.clamp_min(1e-300)[:, None])
+    return Distances(l2, l2 / size, difference.abs().amax(1).view(shape))

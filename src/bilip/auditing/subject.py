@@ -22,7 +22,7 @@ from bilip.adapters import Adapted, Base, adapt
 from bilip.auditing.float32 import switches
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
-from bilip.linalg.linearized import Linearized
+from bilip.linalg.linearized import AtPoint, Linearized, Repointed
 from bilip.nets.spectral import held_layers
 
 __all__ = ["ENDED", "Outcome", "Subject", "run_guarded"]
@@ -40,11 +40,12 @@ class _Session:
 
     Attributes:
         tick: Called before each call; an audit looks at its clock.
-        recorded: Calls that are repeated, while nothing about the model changes; `None` outside of `Subject.repeating`.
+        recorded: Calls that are repeated, and what was counted, while nothing about the model changes; `None` outside of
+            `Subject.repeating`.
     """
 
     tick: Callable[[], None] = _nothing
-    recorded: dict[Any, Replayed] | None = None
+    recorded: dict[Any, Any] | None = None
 
 
 class Subject:
@@ -77,6 +78,7 @@ class Subject:
         self.copied = copied
         self.stated_log_prob: Callable[..., Any] | None = None  # what a user's own module calls log p
         self._session = session or _Session()
+        self.watched_products: dict[str, bool] = {}  # see `Reference`
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> Subject:
@@ -96,6 +98,14 @@ class Subject:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most of the model's numbers have, or torch's default."""
+        recorded = self._session.recorded
+        if recorded is None:
+            return self._counted_dtype()
+        if (self, "dtype") not in recorded:
+            recorded[self, "dtype"] = self._counted_dtype()
+        return recorded[self, "dtype"]
+
+    def _counted_dtype(self) -> torch.dtype:
         sizes: dict[torch.dtype, int] = {}
         for value in self._tensors():
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
@@ -261,10 +271,43 @@ class Subject:
         self._copies.clear()
 
     def linearized(
-        self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: Linearized | None = None
-    ) -> Linearized:
-        """The model linearised at points, in float64; `noise` and `like` are as in `Linearized`."""
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        noise: float = 0.0,
+        like: Linearized | AtPoint | None = None,
+    ) -> Linearized | AtPoint:
+        """The model linearised at points, in float64; `noise` and `like` are as in `Linearized`. On a GPU, inside `repeating`, by
+        replays where that can be.
+        """
+        found = None if isinstance(like, Linearized) else self.repointed(x, context, noise=noise, like=like)
+        if found is not None:
+            return found
+        like = like if isinstance(like, Linearized) else None
         return Linearized(self.copy_in(torch.float64).parts, x, context, noise=noise, like=like)
+
+    def repointed(
+        self, x: Tensor, context: Tensor | None = None, *, noise: float = 0.0, like: AtPoint | None = None
+    ) -> AtPoint | None:
+        """The model linearised at points by replays, on a GPU inside `repeating`; `None` where that is not, or cannot be."""
+        recorded, copied = self._session.recorded, self.copy_in(torch.float64)
+        if recorded is None or context is not None or not can_record(x) or not copied.recordable:
+            return None
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        key = (copied, "linearized", x.shape)
+        if key not in recorded:
+            if not has_room(x):
+                return None
+            recorded[key] = Repointed(copied.parts)
+        if recorded[key] is None:
+            return None
+        try:
+            return recorded[key].at(x, noise, like)
+        except (NotMeasured, RuntimeError, ValueError, TypeError):  # block by block it is told why
+            recorded[key] = None
+            return None
 
     def base_in(self, dtype: torch.dtype, bijection: Bijection) -> Base | None:
         """The base for a copy in another dtype: the modules that it holds, such as an embedding of contexts, are converted too."""

@@ -106,7 +106,10 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
         values = draw(rng, (ChunkRows.CHUNK, *like.shape))
         return torch.from_numpy(np.clip(values, low, high) if clip else values).to(like.dtype)
 
-    return made(ChunkRows(count, like.shape, like.dtype, make), f"{text}, seed {seed}")
+    rows = ChunkRows(count, like.shape, like.dtype, make)
+    # No draw lies 40 standard deviations out.
+    rows.finite = bool((np.abs(center) + 40 * half).max() < torch.finfo(like.dtype).max)
+    return made(rows, f"{text}, seed {seed}")
 
 
 def _range(like: Source) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,10 @@ class Rows(ABC):
         count: Number of rows.
         shape: Shape of one row.
         dtype: Dtype of the tensors that `read` returns.
+        finite: Whether it is known, without reading them, that they hold no NaN and no Inf.
     """
+
+    finite: bool = False
 
     def __init__(self, count: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.count, self.shape, self.dtype = int(count), tuple(int(n) for n in shape), dtype
@@ -78,19 +81,29 @@ class ArrayRows(Rows):
 
 
 class ChunkRows(Rows):
-    """Rows made by a rule: chunk k, of `CHUNK` rows, is a function of k alone, so that batch sizes change nothing."""
+    """Rows made by a rule: chunk k, of `CHUNK` rows, is a function of k alone, so that batch sizes change nothing.
+
+    Attributes:
+        room: How many bytes of the first chunks are kept once they are made; none by default.
+    """
 
     CHUNK = 256
+    room = 0
 
     def __init__(self, count: int, shape: Sequence[int], dtype: torch.dtype, make: Callable[[int], Tensor]) -> None:
         super().__init__(count, shape, dtype)
         self.make = make
         self._last: tuple[int, Tensor] | None = None
+        self._kept: dict[int, Tensor] = {}
 
     def _chunk(self, index: int) -> Tensor:
+        if index in self._kept:
+            return self._kept[index]
         last = self._last
         if last is None or last[0] != index:
             self._last = last = (index, self.make(index))
+        if (index + 1) * last[1].numel() * last[1].element_size() <= self.room:
+            self._kept[index] = last[1]
         return last[1]
 
     def read(self, start: int, stop: int) -> Tensor:

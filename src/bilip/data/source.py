@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bilip._torch import dtype_name
-from bilip.data.rows import OrderedRows, Rows, pixels
+from bilip.data.rows import ChunkRows, OrderedRows, Rows, pixels
 from bilip.errors import InputError
 
 __all__ = ["Batch", "Source", "Statistics"]
@@ -138,6 +138,7 @@ class Source:
         if context is not None and context.count != rows.count:
             raise self._error(f"{rows.count} samples with {context.count} contexts: expected one for each.")
         self.rows, self.role, self.description = rows, role, description
+        self._statistics: dict[int, Statistics] | None = None
 
     def _error(self, text: str) -> InputError:
         return InputError(f"source {self.name!r}: {text}")
@@ -253,6 +254,20 @@ class Source:
         """Samples of one batch of about a million entries."""
         return min(4096, max(1, 2**20 // math.prod(self.shape)))
 
+    def remember(self) -> None:
+        """From now on nothing about the samples changes: statistics are computed once, and samples made by a rule are kept, up to 128 MiB.
+
+        Example:
+            >>> from bilip.data import as_source
+            >>> source = as_source("test", torch.zeros(5, 2))
+            >>> source.remember()
+            >>> source.statistics() is source.statistics()
+            True
+        """
+        self._statistics = {}
+        if isinstance(self.rows, ChunkRows):
+            self.rows.room = 2**27
+
     def statistics(self, limit: int = 4096) -> Statistics:
         """Range, mean and standard deviation over all entries of at most `limit` samples, in blocks spread evenly.
 
@@ -260,6 +275,13 @@ class Source:
         """
         if limit < 1:
             raise self._error(f"statistics(limit={limit}): expected 1 or more.")
+        if self._statistics is not None:
+            if limit not in self._statistics:
+                self._statistics[limit] = self._looked_at(limit)
+            return self._statistics[limit]
+        return self._looked_at(limit)
+
+    def _looked_at(self, limit: int) -> Statistics:
         take = min(limit, self.count)
         block = min(self._chunk(), max(1, take // 16))
         blocks = -(-take // block)
@@ -283,6 +305,8 @@ class Source:
 
     def check(self, limit: int | None = None) -> None:
         """Read the first `limit` samples once and raise an `InputError` that names one with NaN or Inf."""
+        if self.rows.finite and self.context_rows is None:
+            return
         for batch in self.batches(self._chunk(), limit=limit):
             for label, values in (("sample", batch.x), ("the context of sample", batch.context)):
                 if values is None or not values.is_floating_point() or bool(torch.isfinite(values).all()):

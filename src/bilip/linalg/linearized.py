@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bilip import _linalg
-from bilip._torch import rows
+from bilip._torch import Replayed, rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, Residual
 from bilip.blocks.factor_out import OnKept
 from bilip.errors import NotMeasured
@@ -22,7 +23,7 @@ from bilip.linalg.structured import Room, Structured, structured
 from bilip.nets import MLP, ConvNet
 from bilip.nets.readable import tampered
 
-__all__ = ["LinearPart", "Linearized"]
+__all__ = ["AtPoint", "LinearPart", "Linearized", "Repointed"]
 
 _WORST_RESIDUAL = 1e-4
 _DENSE = 1024
@@ -49,9 +50,11 @@ class LinearPart:
         name: Path for messages.
         room: Where the graphs of nets are kept, shared by the blocks of a model.
         like: The same block at points a rounding away, whose checks serve here too.
+        whole: See `structured`.
 
     Attributes:
         residual: Largest $|J J^{-1} w - w| / |w|$ over the batch, on random directions.
+        log_det: The log-determinant of a linear block, kept here by who finds it.
 
     Example:
         >>> from bilip.blocks import DiagonalScaling
@@ -69,9 +72,10 @@ class LinearPart:
         *,
         room: Room | None = None,
         like: LinearPart | None = None,
+        whole: bool = False,
     ) -> None:
         self.part, self.x, self.context, self.name = part, x, context, name
-        self._room, self._like = room or Room(x.device), like
+        self._room, self._like, self._whole = room or Room(x.device), like, whole
         with torch.no_grad():
             self.z = part(x.clone(), context).detach()
         self.residual = math.nan
@@ -85,6 +89,7 @@ class LinearPart:
         self._scales: Tensor | None = None
         self._structure: Structured | None = None
         self._looked = False
+        self.log_det: float | None = None
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.part(x.clone(), rows(self.context, len(x)))
@@ -129,7 +134,7 @@ class LinearPart:
         if self._small or (self._like is not None and self._like._structured() is None):
             return None
         try:
-            known = structured(self.part, self.x, self.context, self._room)
+            known = structured(self.part, self.x, self.context, self._room, whole=self._whole)
             if known is None:
                 return None
             if self._like is None and not _does_what_its_class_says(self.part):
@@ -239,13 +244,7 @@ class LinearPart:
                 continue
             self._road = road
             try:
-                v, u = self._solve(w), self._solve(w, transpose=True)
-                left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
-                # The adjoint belongs to the same map: <w, J^-1 w> = <J^-T w, w>.
-                pair = ((w * v).sum(1) - (u * w).sum(1)).abs() / (
-                    w.norm(dim=1) * torch.maximum(v.norm(dim=1), u.norm(dim=1))
-                )
-                left = torch.maximum(left, pair)
+                left = self.residuals(w)
             except (RuntimeError, AssertionError, ValueError, TypeError):
                 continue
             self.residual = float(left.max()) + self._cancellation()
@@ -255,6 +254,20 @@ class LinearPart:
             f"{self._who()}: the Jacobian of its inverse is not the inverse of its Jacobian (|J J_inv v - v| = "
             f"{self.residual:.1e} |v|), so the smallest singular value is not measured"
         )
+
+    def residuals(self, w: Tensor) -> Tensor:
+        r"""$|J J^{-1} w - w| / |w|$ at each point, on the road that was chosen; and that the adjoint belongs to the same map,
+        $\langle w, J^{-1} w \rangle = \langle J^{-\top} w, w \rangle$.
+        """
+        v, u = self._solve(w), self._solve(w, transpose=True)
+        left = (self.apply(v).reshape(w.shape) - w).norm(dim=1) / w.norm(dim=1)
+        pair = ((w * v).sum(1) - (u * w).sum(1)).abs() / (w.norm(dim=1) * torch.maximum(v.norm(dim=1), u.norm(dim=1)))
+        return torch.maximum(left, pair)
+
+    def write_down(self) -> bool:
+        """Settle now how every product is computed, from what is written down; whether that can be done without a look at numbers."""
+        self._whole = self._checked = True
+        return self._structured() is not None and self._road == "structured" and _does_what_its_class_says(self.part)
 
     def _cancellation(self) -> float:
         """What rounding inside a block can do to its smallest singular value, where nothing is known about how it computes."""
@@ -282,6 +295,8 @@ class Linearized:
         context: Their contexts.
         noise: Relative size of noise added to every stored activation, to see how far rounding moves a result.
         like: With noise, the same without: how each block is solved was checked there.
+        written: Noise for each block, `(blocks, batch, size)`: Jacobians are written down at once and nothing is looked at, so that it can
+            be recorded; whoever asks for this checks what is found.
 
     Attributes:
         parts: The blocks, linearised where the forward pass met them.
@@ -302,14 +317,22 @@ class Linearized:
         *,
         noise: float = 0.0,
         like: Linearized | None = None,
+        written: Tensor | None = None,
     ) -> None:
         x = x.detach().double()
         context = context.double() if context is not None and context.is_floating_point() else context
         self.parts: list[LinearPart] = []
         self.count, self.size = len(x), x[0].numel()
         generator = torch.Generator().manual_seed(1)
-        room = Room(x.device)
+        room = Room(x.device) if written is None else Room.none()
         for k, (name, part) in enumerate(parts):
+            if written is not None:
+                x = x * (1 + written[k].view(x.shape))
+                self.parts.append(LinearPart(part, x, context, name, room=room))
+                if not self.parts[-1].write_down():
+                    raise NotMeasured(f"the Jacobian of block {name} is not one that is written down")
+                x = self.parts[-1].z
+                continue
             if noise:
                 x = x * (1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
             try:
@@ -354,6 +377,148 @@ class Linearized:
         for part in self.parts:
             v = part.solve_adjoint(v)
         return v
+
+
+class Repointed:
+    r"""A model of blocks whose Jacobians can be written down, linearised at one batch of points after the other: on a GPU by replays.
+
+    Linearising is recorded once, and so is each of the products, which read what the former writes: at other points the same recordings
+    serve. What is found at a point is what `Linearized` finds there, but for rounding.
+
+    Args:
+        parts: As in `Linearized`.
+
+    Example:
+        >>> from bilip.models import glow
+        >>> model = glow((3, 8, 8), levels=1, blocks=1, hidden=4, actnorm="identity").double().eval().requires_grad_(False)
+        >>> Repointed(model.parts()).at(torch.rand(1, 3, 8, 8)) is None  # nothing is recorded on a CPU
+        True
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Bijection]]) -> None:
+        self.parts = parts
+        self.here: AtPoint | None = None  # whose numbers are written down now
+        self.linear: Linearized | None = None
+        self._write = Replayed(self._written)
+        names = ("apply", "adjoint", "solve", "solve_adjoint")
+        self.products = {name: Replayed(partial(self._product, name)) for name in names}
+        self.each = {name: Replayed(partial(self._each, name)) for name in names}
+        self._residuals = Replayed(self._left)
+
+    def at(self, x: Tensor, noise: float = 0.0, like: AtPoint | None = None) -> AtPoint | None:
+        """The model linearised at points; `None` where that cannot be replayed, or not be trusted there.
+
+        Args:
+            x: The points.
+            noise: As in `Linearized`.
+            like: With noise, the same without, whose residual serves here too.
+        """
+        x = x.detach().double()
+        moved = torch.zeros(len(self.parts), *x.flatten(1).shape, dtype=x.dtype, device=x.device)
+        if noise:
+            generator = torch.Generator().manual_seed(1)
+            draws = [torch.randn(x.shape, generator=generator, dtype=x.dtype).flatten(1) for _ in self.parts]
+            moved = noise * torch.stack(draws).to(x.device)
+        point = AtPoint(self, x, moved)
+        for other in (0.9 * x + 0.01, x):  # recorded at one point and tried at another
+            if not self._write.recorded:
+                self._write(other, moved)
+        if not self._write.recorded:
+            return None
+        if not bool(point.write().all()):
+            return None
+        if like is not None:
+            point.residual = like.residual
+            return point
+        left = self._residuals(_random(x).flatten(1))
+        if not bool((left <= _WORST_RESIDUAL).all()):
+            return None
+        point.residual = float(left.sum())
+        return point
+
+    def write(self, point: AtPoint) -> Tensor:
+        """Linearise at a point; for each block, whether what it gives is finite."""
+        self.here = None
+        found = self._write(point.x, point.noise)[0]
+        self.here = point
+        return found
+
+    def _written(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """For each block whether what it gives is finite; and a product, by which a replay is compared with what it stands for."""
+        self.linear = Linearized(self.parts, x, written=noise)
+        return torch.stack([torch.isfinite(part.z).all() for part in self.linear.parts]), self.linear.apply(
+            x.flatten(1)
+        )
+
+    def _product(self, name: str, v: Tensor) -> Tensor:
+        return getattr(self.linear, name)(v)
+
+    def _each(self, name: str, v: Tensor) -> Tensor:
+        """A product of each coupling, with rows of its own."""
+        parts = [part for part in self._linear().parts if part.moved is not None]
+        return torch.cat([getattr(part, name)(w) for part, w in zip(parts, v.chunk(len(parts)), strict=True)])
+
+    def _left(self, w: Tensor) -> Tensor:
+        return torch.stack([part.residuals(w).max() for part in self._linear().parts])
+
+    def _linear(self) -> Linearized:
+        if self.linear is None:
+            raise NotMeasured("the model is not linearised")
+        return self.linear
+
+
+class AtPoint:
+    """A model linearised at a batch of points, with the products of `Linearized`; see `Repointed`."""
+
+    def __init__(self, model: Repointed, x: Tensor, noise: Tensor) -> None:
+        self.model, self.x, self.noise = model, x, noise
+        self.count, self.size = len(x), x[0].numel()
+        self.residual = math.nan
+
+    def write(self) -> Tensor:
+        """Linearise here."""
+        return self.model.write(self)
+
+    @property
+    def parts(self) -> list[LinearPart]:
+        """The blocks, as they are until another point is looked at."""
+        self._here()
+        return self.model._linear().parts
+
+    def _here(self) -> None:
+        if self.model.here is not self:
+            self.write()
+
+    def apply(self, v: Tensor) -> Tensor:
+        """$J_F v$."""
+        return self._product("apply", v)
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        r"""$J_F^\top u$."""
+        return self._product("adjoint", u)
+
+    def solve(self, w: Tensor) -> Tensor:
+        """$J_F^{-1} w$."""
+        return self._product("solve", w)
+
+    def solve_adjoint(self, v: Tensor) -> Tensor:
+        r"""$J_F^{-\top} v$."""
+        return self._product("solve_adjoint", v)
+
+    def each(self, name: str, v: Tensor) -> Tensor:
+        """A product, named as the methods are, of every coupling, with rows of its own: `(couplings * batch, size)`."""
+        self._here()
+        return self.model.each[name](v)
+
+    @torch.no_grad()
+    def local_round_trips(self) -> tuple[Tensor, Tensor]:
+        """What reaches each block, and what its own inverse makes of what it gives; both `(blocks, batch, size)`."""
+        pairs = [(part.x.flatten(1), part._inverse(part.z).flatten(1)) for part in self.parts]
+        return torch.stack([x for x, _ in pairs]), torch.stack([back for _, back in pairs])
+
+    def _product(self, name: str, v: Tensor) -> Tensor:
+        self._here()
+        return self.model.products[name](v)
 
 
 def _does_what_its_class_says(part: Bijection) -> bool:

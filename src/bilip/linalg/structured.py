@@ -5,7 +5,7 @@ $$\begin{pmatrix} 1 & 0 \\ N & D \end{pmatrix}, \qquad
 \begin{pmatrix} 1 & 0 \\ N & D \end{pmatrix}^{-1} = \begin{pmatrix} 1 & 0 \\ -D^{-1} N & D^{-1} \end{pmatrix},$$
 with the diagonal $D$ of its scales and the Jacobian $N$ of its nets. Of the nets the graph of one evaluation is kept: products with
 $N^\top$ are its backward pass, and products with $N$ the backward pass of that, which is linear in what it is given; for nets of
-known layers $N$ itself is kept, weights and slopes in turn.
+known layers $N$ itself is kept, weights and slopes in turn. Written down `whole`, its transpose is kept too, and no product needs a graph.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
 
 from bilip._torch import rows
 from bilip.blocks import ActNorm, AdditiveCoupling, AffineCoupling, Bijection, DiagonalScaling, InvertibleConv1x1
 from bilip.blocks.factor_out import OnKept
+from bilip.blocks.partition import Partition
 from bilip.linalg.jacobian import jvp_many, vjp_many
 from bilip.nets import MLP, ConvNet, activations
 from bilip.nets.layers import GainConv2d, LayeredNet
@@ -70,6 +72,13 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.left = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 2**30
 
+    @classmethod
+    def none(cls) -> Room:
+        """No room, found without asking the device."""
+        room = cls(torch.device("cpu"))
+        room.left = 0
+        return room
+
     def take(self, size: int) -> bool:
         """Whether there is room for this many bytes; they are then taken."""
         if size > self.left:
@@ -78,7 +87,9 @@ class Room:
         return True
 
 
-def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -> Structured | None:
+def structured(
+    part: Bijection, x: Tensor, context: Tensor | None, room: Room, *, whole: bool = False
+) -> Structured | None:
     """The Jacobian of a block at points, if its structure is known.
 
     Args:
@@ -86,6 +97,8 @@ def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -
         x: The points, float64.
         context: Their contexts.
         room: Where graphs are kept.
+        whole: Write the nets of couplings down as well, now: products then read what was written and build no graphs. `None` where
+            that cannot be.
 
     Example:
         >>> from bilip.blocks import Squeeze
@@ -95,7 +108,7 @@ def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -
     """
     if isinstance(part, OnKept):
         size, shape, latent = math.prod(part.kept_shape), part.kept_shape, part.kept_latent
-        inner = structured(part.block, x[:, :size].unflatten(1, shape), context, room)
+        inner = structured(part.block, x[:, :size].unflatten(1, shape), context, room, whole=whole)
         return None if inner is None else _Kept(inner, shape, latent)
     with torch.no_grad():
         if isinstance(part, ActNorm):
@@ -107,7 +120,8 @@ def structured(part: Bijection, x: Tensor, context: Tensor | None, room: Room) -
     if part.rearranges:
         return _Rearranged(part)
     if isinstance(part, (AdditiveCoupling, AffineCoupling)):
-        return _Triangle(part, x, context, room)
+        known = _Triangle(part, x, context, room)
+        return known if not whole or known.write_down() else None
     return None
 
 
@@ -125,6 +139,10 @@ class _Diagonal:
 
     @property
     def extremes(self) -> tuple[float, float]:
+        return self._ends
+
+    @cached_property
+    def _ends(self) -> tuple[float, float]:
         return float(self.diagonal.abs().max()), float(self.diagonal.abs().min())
 
 
@@ -147,6 +165,10 @@ class _Channels:
 
     @property
     def extremes(self) -> tuple[float, float]:
+        return self._ends
+
+    @cached_property
+    def _ends(self) -> tuple[float, float]:
         values = torch.linalg.svdvals(self.matrix)
         return float(values[0]), float(values[-1])
 
@@ -221,6 +243,15 @@ class _Triangle:
                 self.slope = self.x2 * torch.autograd.grad(gain.sum(), raw)[0]
             self.gain = gain.detach()
         self.known: _Graph | None = None
+        self.written: _Chain | None = None
+
+    def write_down(self) -> bool:
+        """Keep the Jacobian of the nets, both ways; whether that can be done."""
+        chain = self._chain()
+        if chain is None or not chain.both_ways or type(self.part.partition).outputs is not Partition.outputs:
+            return False
+        self.written = chain
+        return True
 
     def apply(self, v: Tensor) -> Tensor:
         v1, v2 = self.part.partition.split(v)
@@ -246,17 +277,21 @@ class _Triangle:
     def _jvp(self, v1: Tensor) -> Tensor:
         if len(v1) != len(self.x1):
             return jvp_many(self._moved, self.x1, v1)
-        graph = self._graph()
-        if graph.chain is None:
-            shift, *raw = graph.jvp(v1)
+        graph = None if self.written is not None else self._graph()
+        chain = self.written if graph is None else graph.chain
+        if chain is not None:
+            shift, *raw = self._outputs(chain.apply(v1))
         else:
-            shift, *raw = self._outputs(graph.chain(v1))
+            shift, *raw = (graph or self._graph()).jvp(v1)
         return shift if self.slope is None else torch.addcmul(shift, self.slope, *raw)
 
     def _vjp(self, u2: Tensor) -> Tensor:
         if len(u2) != len(self.x1):
             return vjp_many(self._moved, self.x1, u2)
-        return self._graph().vjp([u2] if self.slope is None else [u2, self.slope * u2])
+        directions = [u2] if self.slope is None else [u2, self.slope * u2]
+        if self.written is not None:
+            return self.written.adjoint(torch.cat(directions, self.part.partition.feature_dim))
+        return self._graph().vjp(directions)
 
     def _moved(self, x1: Tensor) -> Tensor:
         """The transformed part as a function of the part that the nets see."""
@@ -277,7 +312,7 @@ class _Triangle:
             return list(self.part.halves(h, self.x2))
         return [self.part.partition.outputs(h)]
 
-    def _chain(self) -> Callable[[Tensor], Tensor] | None:
+    def _chain(self) -> _Chain | None:
         net = self.part.t
         if getattr(self.part, "s", None) is not None or not isinstance(net, (MLP, ConvNet)):
             return None
@@ -309,7 +344,7 @@ class _Triangle:
 class _Graph:
     """Nets at points: their outputs with the graph behind them, and for one net of known layers the chain of their Jacobians."""
 
-    def __init__(self, point: Tensor, outputs: list[Tensor], chain: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, point: Tensor, outputs: list[Tensor], chain: _Chain | None = None) -> None:
         self.point, self.outputs, self.chain = point, outputs, chain
         self.probes: list[Tensor] = []
         self.vjp_of_probes: Tensor | None = None
@@ -335,13 +370,34 @@ class _Graph:
         )
 
 
-def _chain_of(net: LayeredNet, x1: Tensor, context: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+@dataclass(frozen=True)
+class _Chain:
+    """The Jacobian of a net, layer by layer: what each does to a direction, and its transpose where that is known."""
+
+    steps: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]]
+
+    @property
+    def both_ways(self) -> bool:
+        return all(back is not None for _, back in self.steps)
+
+    def apply(self, v: Tensor) -> Tensor:
+        for step, _ in self.steps:
+            v = step(v)
+        return v
+
+    def adjoint(self, u: Tensor) -> Tensor:
+        for _, back in reversed(self.steps):
+            u = back(u)  # type: ignore[misc]
+        return u
+
+
+def _chain_of(net: LayeredNet, x1: Tensor, context: Tensor | None) -> _Chain | None:
     """The Jacobian of a net of known layers at points, one product or one convolution a layer; `None` for other layers."""
-    steps: list[Callable[[Tensor], Tensor]] = []
+    steps: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]] = []
     h = x1
     if net.context and context is not None:
-        none = torch.zeros_like(context)
-        steps.append(lambda v: torch.cat((v, none), net.dim))
+        none, width = torch.zeros_like(context), x1.shape[net.dim]
+        steps.append((lambda v: torch.cat((v, none), net.dim), lambda u: u.narrow(net.dim, 0, width)))
         h = torch.cat((x1, context), net.dim)
     for layer in net.layers:
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -350,24 +406,29 @@ def _chain_of(net: LayeredNet, x1: Tensor, context: Tensor | None) -> Callable[[
             if isinstance(layer, GainConv2d):
                 weight = weight * (3 * layer.log_gain).exp()[:, None, None, None]
             act = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
-            steps.append(partial(_linear, act, weight.detach()))
+            weight = weight.detach()
+            steps.append((partial(_linear, act, weight), _transposed(layer, weight, h.shape)))
         elif activations.facts(layer) is not None:
             with torch.enable_grad():
                 point = h.detach().requires_grad_()
                 slope = torch.autograd.grad(layer(point.clone()).sum(), point)[0]
-            steps.append(partial(torch.mul, slope))
+            steps.append((partial(torch.mul, slope), partial(torch.mul, slope)))
         else:
             return None
         with torch.no_grad():
             h = layer(h.clone())
-
-    def chain(v: Tensor) -> Tensor:
-        for step in steps:
-            v = step(v)
-        return v
-
-    return chain
+    return _Chain(steps)
 
 
 def _linear(act: Callable[..., Tensor], weight: Tensor, v: Tensor) -> Tensor:
     return act(v, weight, None)
+
+
+def _transposed(layer: nn.Linear | nn.Conv2d, weight: Tensor, shape: torch.Size) -> Callable[[Tensor], Tensor] | None:
+    """The transpose of a layer for inputs of a shape; `None` for a convolution that pads with anything but zeros."""
+    if isinstance(layer, nn.Linear):
+        return lambda u: u @ weight
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return None
+    options: Any = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+    return lambda u: conv2d_input(list(shape), weight, u, **options)

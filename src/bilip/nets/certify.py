@@ -56,7 +56,7 @@ def _ends(part: slice | None) -> tuple[int | None, int | None] | None:
 
 
 def remembering() -> AbstractContextManager[None]:
-    """Within this context no norm, and no image of the same box, is computed twice; parameters must not change meanwhile.
+    """Within this context no layer is read, no norm, and no image of the same box, computed twice; parameters must not change meanwhile.
 
     What is remembered is as old as the context, so that no proof speaks of weights that have changed since. A cache that outlives a proof
     could not promise that: no counter moves when somebody writes through `weight.data` or sets `Declared.lipschitz`. And it is no
@@ -109,6 +109,10 @@ def _is_conditional(net: nn.Module) -> bool:
 
 def _read(net: nn.Module) -> tuple[list[Reading], slice | None]:
     """What is proved about each layer of a net, and which inputs of the first one are not context."""
+    return _remembered(("read", id(net)), net, lambda: _read_now(net))
+
+
+def _read_now(net: nn.Module) -> tuple[list[Reading], slice | None]:
     layers = _layers(net)
     readings = [read(layer) for layer in layers]
     owned, columns = _is_conditional(net), None  # input and context are put together in a tensor of the net's own

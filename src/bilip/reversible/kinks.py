@@ -63,10 +63,12 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
 
 class _Watching(TorchFunctionMode, ABC):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         find = _KINKS.get(func)
-        value = (args[0] if args else kwargs.get("input")) if find is not None else None
-        if find is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        if find is None:  # most calls, and every attribute of a tensor
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        value = args[0] if args else kwargs.get("input")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return func(*args, **kwargs)
         value = self.seen(value, find(*args[1:], **{name: v for name, v in kwargs.items() if name != "input"}))
         if args:

@@ -168,3 +168,23 @@ def test_two_zeros_point_the_same_way():
     assert gradient_angle._angle(zero, zero, [p]) == 0.0
     assert gradient_angle._angle(zero, one, [p]) == math.pi
     assert gradient_angle._angle({p: torch.full((2,), 3e38)}, one, [p]) < 1e-6
+
+
+def test_angles_of_all_blocks_at_once_are_those_of_one_after_the_other():
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 2), (4,), (5,), (2, 2), (0,), (1,), (3,), (6,))]
+    stored = {p: torch.randn_like(p) for p in parameters}
+    found = {p: g + 1e-5 * torch.randn_like(g) for p, g in stored.items()}
+    zero, lost, missing, huge = parameters[2], parameters[3], parameters[5], parameters[6]
+    stored[zero], found[zero] = torch.zeros_like(zero), torch.zeros_like(zero)
+    found[lost][0, 1] = math.inf
+    del found[missing]
+    stored[huge], found[huge] = 1e38 * stored[huge].sign(), 3e38 * found[huge].sign()
+    chosen = [parameters[:2], [zero], [lost], [parameters[4]], [], [missing], [huge, zero], parameters[7:], parameters]
+    alone = [gradient_angle._angle(found, stored, here) if here else None for here in chosen]
+    together = gradient_angle.angles_together(found, stored, chosen[:-1])
+    together += gradient_angle.angles_together(found, stored, chosen[-1:])
+    assert math.isnan(alone[2])
+    assert alone[5] == math.pi
+    assert together.pop(4) is alone.pop(4) is None
+    assert together == pytest.approx(alone, rel=1e-6, abs=1e-12, nan_ok=True)

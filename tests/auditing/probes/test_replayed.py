@@ -10,9 +10,12 @@ from bilip import _torch
 from bilip._torch import EvalCache, Replayed
 from bilip.auditing import subject as subject_module
 from bilip.auditing.float32 import float32_products
+from bilip.auditing.probes import blame
 from bilip.auditing.probes.attack import Attack
 from bilip.auditing.subject import Subject
 from bilip.blocks import conv1x1
+from bilip.errors import NotMeasured
+from bilip.linalg import linearized
 from bilip.models import glow, residual_flow
 from recorded import play_graphs_on_the_cpu
 
@@ -184,6 +187,74 @@ def test_an_audit_with_replays_gives_the_record_of_one_without(graphs, monkeypat
     count = len(graphs)
     assert bilip.audit(model, x, **options).measurements == with_replays.measurements
     assert len(graphs) == count
+
+
+def numbers(record):
+    """All that an audit measured, by where it stands: numbers, and the rest."""
+    found = {}
+
+    def add(path, value):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add((*path, key), inner)
+        elif isinstance(value, (list, tuple)):
+            for key, inner in enumerate(value):
+                add((*path, key), inner)
+        elif isinstance(value, float):
+            found[path] = value
+        else:
+            words[path] = value
+
+    words = {}
+    for m in record.measurements:
+        add((m.probe, m.source), {"values": m.values, "rows": m.rows, "series": m.series, "notes": m.notes})
+    return found, words
+
+
+def test_a_model_linearised_by_replays_is_that_linearised_block_by_block(graphs, monkeypatch):
+    """Products with Jacobians at every point, source and probe come from a few recordings, and so do the looks at all blocks."""
+    size = (3, 16, 16)  # beyond what is built as matrices
+    model, x = trained(glow(size, levels=2, blocks=1, hidden=4), size), torch.rand(40, *size)
+    options = {"budget": "quick", "probes": "spectrum,bounds,log_det,attack,blame,precision", "ood": ["uniform"]}
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
+    monkeypatch.setattr(blame, "_fit_together", lambda stored: True)
+    found, words = numbers(bilip.audit(model, x, **options))
+    assert not any(often.failed for often in graphs)
+    repeated = [often for often in graphs if often.replays > 5]
+    assert len(repeated) >= 10  # linearising, four products of the model and of its blocks, checks
+    monkeypatch.setattr(blame, "_fit_together", lambda stored: False)
+    for module in (subject_module, _torch):
+        monkeypatch.setattr(module, "can_record", lambda *tensors: False)
+    alone, same = numbers(bilip.audit(model, x, **options))
+    assert found == pytest.approx(alone, rel=1e-6, abs=1e-9, nan_ok=True)
+    assert words == same
+
+
+def test_points_that_replays_cannot_linearise_are_told_block_by_block(graphs, monkeypatch):
+    size = (3, 16, 16)
+    model, x = trained(glow(size, levels=1, blocks=1, hidden=4), size), torch.rand(3, *size)
+    monkeypatch.setattr(subject_module, "can_record", lambda *tensors: True)
+    subject = Subject.of(model)
+    with subject.repeating():
+        first, second = subject.linearized(x[:1]), subject.linearized(x[1:2])
+        v = torch.randn(1, first.size, dtype=torch.float64)
+        for at, point in ((first, x[:1]), (second, x[1:2]), (first, x[:1])):  # in turn
+            assert isinstance(at, linearized.AtPoint)
+            plain = linearized.Linearized(subject.copy_in(torch.float64).parts, point)
+            for name in ("apply", "adjoint", "solve", "solve_adjoint"):
+                torch.testing.assert_close(getattr(at, name)(v), getattr(plain, name)(v), rtol=1e-9, atol=1e-9)
+        assert 0 < first.residual < 1e-10
+        with pytest.raises(NotMeasured, match="is not finite after block 0"):
+            subject.linearized(torch.full((1, *size), torch.inf))
+        with monkeypatch.context() as context:
+            context.setattr(linearized, "_WORST_RESIDUAL", 0.0)
+            assert subject.repointed(x[:1]) is None  # checks that fail
+        assert subject.repointed(x[:1], torch.zeros(1, 2)) is None  # with a context
+    assert isinstance(subject.linearized(x[:1]), linearized.Linearized)  # weights may change from here on
+    other = Subject.of(trained(glow(size, levels=1, blocks=1, hidden=4, mixing="shuffle", coupling="additive"), size))
+    monkeypatch.setattr(other.bijection[-1].t.layers[-1], "padding_mode", "circular")
+    with other.repeating():  # a net whose transpose is not written down
+        assert other.repointed(x[:1]) is None
 
 
 def test_nothing_is_replayed_once_an_audit_is_over(graphs, monkeypatch):

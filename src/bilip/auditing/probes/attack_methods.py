@@ -20,7 +20,7 @@ from bilip.auditing.round_trip import Typical, distances, norms
 from bilip.auditing.subject import Subject, in_dtype
 from bilip.errors import NotMeasured, said_by
 from bilip.linalg.lanczos import largest_singular_value
-from bilip.linalg.linearized import Linearized
+from bilip.linalg.linearized import AtPoint, Linearized
 
 __all__ = ["Search", "RoundTrips", "METHODS", "Method", "Route"]
 
@@ -314,7 +314,7 @@ def random(search: Search) -> None:
 def singular(search: Search) -> None:
     """Move along the direction that the way out contracts most, both ways, and linearise again at the worst point."""
     tries = [sign * share for share in (1.0, 0.5, 0.25, 0.125) for sign in (1, -1)]
-    checked: Linearized | None = None
+    checked: Linearized | AtPoint | None = None
     for k in range(max(1, min(8, search.steps // len(tries)))):
         if bool(search.ended.all()):
             return
@@ -330,7 +330,9 @@ def singular(search: Search) -> None:
             search.log(search.found.l2)
 
 
-def _contracted(search: Search, rows: Tensor, checked: Linearized | None) -> tuple[Tensor, Linearized]:
+def _contracted(
+    search: Search, rows: Tensor, checked: Linearized | AtPoint | None
+) -> tuple[Tensor, Linearized | AtPoint]:
     """The direction of each sample that the way out contracts most, largest entry 1; zero for other samples.
 
     How each block is solved is checked where the model is linearised first; that linearisation comes back too.

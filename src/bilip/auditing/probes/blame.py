@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from bilip import _linalg
 from bilip.adapters import Foreign
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.round_trip import Typical, distances, norms, typical
+from bilip.auditing.round_trip import Distances, Typical, distances, distances_each, norms, typical
 from bilip.auditing.subject import Subject, in_dtype, run_guarded
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
 from bilip.data import Source
 from bilip.errors import NotMeasured
 from bilip.linalg.lanczos import largest_singular_value
-from bilip.linalg.linearized import LinearPart
+from bilip.linalg.linearized import AtPoint, LinearPart
 from bilip.record import Measurement, Quantity
 
 __all__ = ["Blame", "InnerPart", "inner_parts"]
@@ -99,22 +100,16 @@ class Blame(Probe):
         for _, part in parts:
             stored.append(run_guarded(part.__call__, stored[-1].clone(), context).value)
         states = self._local_states(subject, batch.x, context, sizes, notes)
-        local, carried, absolute, born = [], [], [], []
-        back = stored[-1]
+        walk, back = _Walk(stored, sizes), stored[-1]
         for k in reversed(range(len(parts))):
             part = parts[k][1]
             back = run_guarded(part.inverse, back.clone(), context).value
-            alone = run_guarded(part.inverse, stored[k + 1].clone(), context).value
-            units = None if k else sizes  # activations have no units of their own
-            own, all_ = distances(stored[k], alone, units), distances(stored[k], back, units)
-            local.append(own.relative.cpu())
-            born.append(own.l2.cpu())
-            carried.append(all_.relative.cpu())
-            absolute.append(all_.l2.cpu())
+            walk.add(k, run_guarded(part.inverse, stored[k + 1].clone(), context).value, back)
             self.progress(1 - k / len(parts))
-        local, carried, absolute = local[::-1], carried[::-1], [*absolute[::-1], torch.zeros(len(batch.x))]
+        (local, born), (carried, absolute) = walk.errors()
+        absolute.append(torch.zeros(len(batch.x)))
         # Without what is born in the block.
-        grown = [(a - b).clamp_min(0) for a, b in zip(absolute, born[::-1], strict=False)]
+        grown = [(a - b).clamp_min(0) for a, b in zip(absolute, born, strict=False)]
         wrong = ~(carried[0] <= subject.half_digits)
         chosen = wrong if bool(wrong.any()) else ~wrong
         rows: list[dict] = []
@@ -175,6 +170,9 @@ class Blame(Probe):
             return found
         x = x[: self.spectra].double()
         given = None if context is None else in_dtype(context[: self.spectra], torch.float64)
+        together = subject.repointed(x, given) if sizes.scale is None else None
+        if together is not None:
+            return _look_together(together)
         for k, (name, part) in enumerate(double.parts):
             try:
                 linear = LinearPart(part, x, given, name)
@@ -193,6 +191,47 @@ class Blame(Probe):
             if part.rearranges:
                 found[k] = _LocalState(1.0, 1.0, 1.0, 0.0)
         return found
+
+
+class _Walk:
+    """How far off is what comes back to each block, alone and carried; on a GPU with room for all that is computed at the end, at once."""
+
+    def __init__(self, stored: list[Tensor], sizes: Typical) -> None:
+        self.stored, self.sizes = stored, sizes
+        self.together = sizes.scale is None and _fit_together(stored)
+        self.back: list[tuple[Tensor, Tensor]] = []
+        self.found: list[tuple[Distances, Distances]] = []
+
+    def add(self, k: int, alone: Tensor, back: Tensor) -> None:
+        """Block `k`, from the last to the first."""
+        at, units = self.stored[k], None if k else self.sizes  # activations have no units of their own
+        if self.together and alone.numel() == back.numel() == at.numel():
+            self.back.insert(0, (alone.flatten(1), back.flatten(1)))
+        else:
+            self.together = False
+            self.found.insert(0, (_on_cpu(distances(at, alone, units)), _on_cpu(distances(at, back, units))))
+
+    def errors(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Relative and absolute errors, those alone and those carried."""
+        found = self.found
+        if self.back:  # all, or those behind a block that gave back another number of entries
+            x = torch.stack([at.flatten(1) for at in self.stored[len(found) : -1]])
+            each = (_on_cpu(distances_each(x, torch.stack(list(other)))) for other in zip(*self.back, strict=True))
+            rows = zip(*(zip(d.l2, d.relative, d.largest, strict=True) for d in each), strict=True)
+            found = [*found, *((Distances(*own), Distances(*all_)) for own, all_ in rows)]
+        return [([pair[k].relative for pair in found], [pair[k].l2 for pair in found]) for k in (0, 1)]
+
+
+def _fit_together(stored: list[Tensor]) -> bool:
+    """Whether activations lie on a GPU, are of one size, and leave room for a dozen copies of them in float64."""
+    size = sum(x.numel() for x in stored)
+    if not stored[0].is_cuda or any(x.numel() != stored[0].numel() for x in stored):
+        return False
+    return 100 * size < torch.cuda.mem_get_info(stored[0].device)[0]
+
+
+def _on_cpu(found: Distances) -> Distances:
+    return Distances(found.l2.cpu(), found.relative.cpu(), found.largest.cpu())
 
 
 def _row(
@@ -263,6 +302,35 @@ def _look(linear: LinearPart) -> _LocalState:
     state.sigma_min, state.sigma_max = float(bottom.min()), float(top.max())
     state.condition = float((top / bottom).max())
     return state
+
+
+def _look_together(at: AtPoint) -> list[_LocalState]:
+    """`_look` and the own round trip in float64 for all blocks of a large model at once: on a GPU each launch counts."""
+    parts = at.parts
+    found = [_LocalState(1.0, 1.0, 1.0, 0.0) if part.part.rearranges else _LocalState() for part in parts]
+    couplings = [k for k, part in enumerate(parts) if part.moved is not None]  # the others are linear
+    known: dict[int, Tensor] = {}
+    if couplings:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(at.x.device)
+        start = start.repeat(len(couplings), 1)
+        tops, bottoms = (
+            largest_singular_value(partial(at.each, there), partial(at.each, back), start, steps=_STEPS).value
+            for there, back in (("apply", "adjoint"), ("solve", "solve_adjoint"))
+        )
+        ends = torch.stack((tops, 1 / bottoms)).view(2, len(couplings), at.count).cpu()
+        known = dict(zip(couplings, ends.unbind(1), strict=True))
+    for k, part in enumerate(parts):
+        if part.part.rearranges:
+            continue
+        top, bottom = known[k] if k in known else torch.tensor(part.extremes, dtype=torch.float64)[:, None]
+        found[k].sigma_min, found[k].sigma_max = float(bottom.min()), float(top.max())
+        found[k].condition = float((top / bottom).max())
+    errors = distances_each(*at.local_round_trips()).relative.cpu()
+    for state, error, part in zip(found, errors, parts, strict=True):
+        if not part.part.rearranges:
+            state.local_float64 = _largest(error)
+    return found
 
 
 def _judge(rows: list[dict], limit: float, eps: float, size: int, parts: dict[str, Bijection]) -> dict[str, str]:

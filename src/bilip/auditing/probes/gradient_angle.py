@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -117,14 +117,17 @@ class GradientAngle(Probe):
                     unusable += 1
                     continue
                 found = self._gradients(unguarded, batch, parameters, log_det=log_det)
-                whole.append(_angle(found, stored, list(stored)))
+                whole.append(_whole(found, stored))
                 if not whole[-1] <= _CLOSE:
                     again = self._gradients(with_signs, batch, parameters, log_det=log_det)
-                    remaining.append(_angle(again, stored, list(stored)))
+                    remaining.append(_whole(again, stored))
                 else:
                     remaining.append(whole[-1])
-                for block in blocks.values():
-                    block.add(found, stored)
+                for block, value in zip(
+                    blocks.values(), _angles(found, stored, [b.own for b in blocks.values()]), strict=True
+                ):
+                    if value is not None:
+                        block.angles.append(value)
         return Measurement(
             self.name,
             source.name,
@@ -184,11 +187,6 @@ class _Block:
         self.part, self.angles = part, list[float]()
         self.own = list(part.parameters())
 
-    def add(self, found: Grads, stored: Grads) -> None:
-        here = [p for p in self.own if p in stored]
-        if here:
-            self.angles.append(_angle(found, stored, here))
-
 
 @contextlib.contextmanager
 def _asked(bijection: Bijection) -> Iterator[list[nn.Parameter]]:
@@ -209,8 +207,9 @@ def _asked(bijection: Bijection) -> Iterator[list[nn.Parameter]]:
             p.requires_grad_(False)
 
 
-def _finite(grads) -> bool:
-    return all(bool(torch.isfinite(g).all()) for g in grads)
+def _finite(grads: Iterable[Tensor]) -> bool:
+    found = [torch.isfinite(g).all() for g in grads]
+    return all(torch.stack([one.to(found[0].device) for one in found]).tolist()) if found else True
 
 
 def _angle(found: Grads, stored: Grads, chosen: Sequence[nn.Parameter]) -> float:
@@ -223,6 +222,51 @@ def _angle(found: Grads, stored: Grads, chosen: Sequence[nn.Parameter]) -> float
     if min(sizes) == 0.0:
         return 0.0 if max(sizes) == 0.0 else math.pi
     return angle([g.double() / sizes[0] for g in u], [g.double() / sizes[1] for g in v])
+
+
+def _whole(found: Grads, stored: Grads) -> float:
+    return _angles(found, stored, [list(stored)])[0] or 0.0
+
+
+def _angles(found: Grads, stored: Grads, blocks: Sequence[Sequence[nn.Parameter]]) -> list[float | None]:
+    """`_angle` of each block, `None` for one without gradients; on a GPU with as many launches and waits as for one block."""
+    chosen = [[p for p in own if p in stored] for own in blocks]
+    if not stored or not next(iter(stored.values())).is_cuda:
+        return [_angle(found, stored, here) if here else None for here in chosen]
+    return angles_together(found, stored, chosen)
+
+
+def angles_together(found: Grads, stored: Grads, chosen: Sequence[Sequence[nn.Parameter]]) -> list[float | None]:
+    """The angles of all blocks from lengths of single gradients, those of all parameters at once."""
+    pairs = [(k, p) for k, here in enumerate(chosen) for p in here if p.numel()]
+    if not pairs:
+        return [0.0 if here else None for here in chosen]
+    block, counts = torch.tensor([[k, p.numel()] for k, p in pairs]).T
+
+    def flat(grads: Grads) -> Tensor:
+        parts = [(grads[p] if p in grads else torch.zeros_like(p)).detach().double().flatten() for _, p in pairs]
+        return torch.cat(parts)
+
+    def lengths(values: Tensor, order: float = 2.0) -> Tensor:
+        """Euclidean, or the largest entries, block by block on the CPU."""
+        each = torch.stack(torch._foreach_norm(values.split(counts.tolist()), order)).cpu()
+        none = torch.zeros(len(chosen), dtype=each.dtype)
+        if order == math.inf:
+            return none.scatter_reduce(0, block, each, "amax")
+        return none.index_add(0, block, each.square()).sqrt()
+
+    def divided(values: Tensor, sizes: Tensor) -> Tensor:
+        sizes = torch.where(sizes > 0, sizes, 1.0)[block].to(values.device)
+        return values / sizes.repeat_interleave(counts.to(values.device), output_size=len(values))
+
+    u, v = flat(found), flat(stored)
+    first, second = lengths(u, math.inf), lengths(v, math.inf)
+    u, v = divided(u, first), divided(v, second)  # so that no square overflows
+    u, v = divided(u, lengths(u)), divided(v, lengths(v))
+    angles = 2 * torch.atan2(lengths(u - v), lengths(u + v))
+    angles = torch.where((first == 0) & (second == 0), 0.0, torch.where((first == 0) | (second == 0), math.pi, angles))
+    angles = torch.where(torch.isfinite(first), angles, torch.nan)
+    return [float(value) if here else None for value, here in zip(angles, chosen, strict=True)]
 
 
 def _largest(angles: Sequence[float]) -> float:

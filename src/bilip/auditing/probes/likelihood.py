@@ -136,7 +136,7 @@ class Likelihood(Probe):
                 value = log_prob(subject, batch.x, batch.context, said=tally.said).double()
             chosen = torch.ones_like(value, dtype=torch.bool)
             if not (everyone or tally.surprised):
-                chosen = self._suspicious(subject, batch, value, size)
+                chosen = self._suspicious(subject, batch, value, tally)
                 left = (self.referenced or 0) - tally.trusted
                 calm = (~chosen).nonzero().flatten()
                 picked = calm[torch.randperm(len(calm), generator=torch.Generator().manual_seed(start))[: max(left, 0)]]
@@ -166,11 +166,13 @@ class Likelihood(Probe):
         _, high = share_interval(tally.bad + tally.unknown, tally.count, test.look)
         return low <= self.looks.allowed < high
 
-    def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, size: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        signs = torch.randint(0, 2, batch.x.shape, generator=generator).to(batch.x) * 2 - 1
-        moved = log_prob(subject, batch.x * (1 + subject.eps * signs), batch.context).double()
-        return ~((moved - value).abs() <= _SUSPICIOUS * tolerance(value, size, self.part))
+    def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, tally: _Tally) -> Tensor:
+        if batch.x.shape not in tally.signs:  # the same for every batch of a size
+            generator = torch.Generator().manual_seed(1)
+            signs = torch.randint(0, 2, batch.x.shape, generator=generator).to(batch.x) * 2 - 1
+            tally.signs = {batch.x.shape: signs}
+        moved = log_prob(subject, batch.x * (1 + subject.eps * tally.signs[batch.x.shape]), batch.context).double()
+        return ~((moved - value).abs() <= _SUSPICIOUS * tolerance(value, tally.size, self.part))
 
     def _compare(
         self, reference: Reference, batch: Batch, value: Tensor, rows: Tensor, tally: _Tally, *, surprise: bool = False
@@ -273,6 +275,7 @@ class _Tally:
     skipped: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)
     failing: list[Batch] = field(default_factory=list)
     unsure: list[tuple[Tensor, Tensor | None, float]] = field(default_factory=list)
+    signs: dict[torch.Size, Tensor] = field(default_factory=dict)
     digits_tried: int = 0
     digits_bad: int = 0
     notes: list[str] = field(default_factory=list)

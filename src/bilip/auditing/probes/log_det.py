@@ -346,7 +346,10 @@ def _of_jacobian(subject: Subject, x: Tensor, context: Tensor | None, largest: i
             continue
         if part.z[0].numel() != at.size:
             raise NotMeasured(f"block {part.name} changes the number of entries, so it has no determinant")
-        known = _structured(part) if at.size > _DENSE else None
+        known = part.log_det
+        if known is None and at.size > _DENSE:
+            known = _structured(part)
+            part.log_det = known if part.moved is None else None  # of a linear block it is the same at the next point
         if known is not None:
             total += known
             continue
