@@ -331,9 +331,12 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+_SIZES = "Look for squeeze(), for sums and means over the batch, and for branches on its size: one sample alone and many must agree."
 _FLAGS = {
     "stochastic": "Remove dropout, dequantization noise and other draws from the evaluation pass.",
     "batch_dependent": "Use running statistics: BatchNorm with track_running_stats=True, in evaluation mode; or ActNorm.",
+    "inverse_batch_dependent": _SIZES,
+    "log_det_batch_dependent": _SIZES,
     "cache_hides": "Switch the cache off (cache_size=0) and write the inverse.",
 }
 _GRADIENTS = (

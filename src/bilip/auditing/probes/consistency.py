@@ -25,6 +25,8 @@ _USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 class Consistency(Probe):
     """Calls that should agree: twice on one batch, on half of a batch, one sample and many, and on latents in another order.
 
+    Latents, log-determinants and, at samples that come back, the inverse are compared.
+
     A stochastic forward pass, BatchNorm that still computes batch statistics, and an inverse that answers from a cache make
     every other number meaningless. The comparisons run in a float64 copy where there is one, so that rounding does not look
     like a dependence.
@@ -52,6 +54,20 @@ class Consistency(Probe):
                 ("stochastic", "the model gives another answer when asked again"),
                 ("batch_dependent", "the answer depends on the other samples of the batch"),
                 ("cache_hides", "the inverse answers from a cache and is wrong without it"),
+            )
+        ),
+        *(
+            Quantity(
+                f"{name}_batch_dependent",
+                f"{label} depends on the size of the batch",
+                "flag",
+                "lower",
+                "consistent",
+                uses,
+            )
+            for name, label, uses in (
+                ("inverse", "the inverse", _USES[:2]),
+                ("log_det", "the log-determinant", _USES[2:]),
             )
         ),
         Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
@@ -94,13 +110,13 @@ class Consistency(Probe):
         half, times = max(1, len(x) // 2), max(2, self.company // len(x))
         z = model.forward(x, context).value
         repeat = _apart(z, model.forward(x, context).value)
-        batch = 0.0
-        for count in (1, half):
-            batch = max(batch, _apart(z[:count], model.forward(x[:count], _rows(context, count)).value))
-        many = model.forward(torch.cat([x] * times), None if context is None else torch.cat([context] * times)).value
-        batch = max(batch, _apart(z, many[: len(x)]))
-        straight, around = self._inverses(model, x, context)
-        spread = self._log_det_spread(model, x, context)
+        others = [(x[:count], _rows(context, count)) for count in (1, half)]
+        others.append((torch.cat([x] * times), None if context is None else torch.cat([context] * times)))
+        straight, around, back = self._inverses(model, x, context)
+        spread, log_det, found = self._log_dets(model, x, context, others)
+        found += [model.forward(y, c).value for y, c in others[len(found) :]]
+        batch = max(_apart(z[: len(y)], y[: len(x)]) for y in found)
+        inverse = _inverse_alone(model, x, z, back, context, times, tolerance)
         values = {
             "samples": len(x),
             "repeat_difference": repeat,
@@ -113,6 +129,8 @@ class Consistency(Probe):
             "tolerance": tolerance,
             "cache_hides": False,
             "log_det_spread": spread,
+            "inverse_batch_dependent": not inverse <= tolerance,
+            "log_det_batch_dependent": not log_det <= tolerance and not spread > 1e-3 * tolerance,
         }
         training = [name for name, module in subject.bijection.named_modules() if module.training]
         if training:
@@ -121,24 +139,50 @@ class Consistency(Probe):
         values["cache_hides"] = bool(values["cached"]) and not around <= wrong
         return Measurement(self.name, source.name, values=values, notes=tuple(notes))
 
-    def _log_det_spread(self, model: Subject, x: Tensor, context: Tensor | None) -> float:
-        """Largest difference, per dimension, between two answers for the log-determinant; an estimate has one."""
+    def _log_dets(
+        self, model: Subject, x: Tensor, context: Tensor | None, others: list[tuple[Tensor, Tensor | None]]
+    ) -> tuple[float, float, list[Tensor]]:
+        """How far answers for the log-determinant are apart: twice per dimension, in other batches as a part of d + |log det|; and the
+        latents of these batches.
+        """
+        size = x[0].numel()
         try:
             first, second = (model.forward_and_log_det(x, context).values[1] for _ in range(2))
+            outcomes = [model.forward_and_log_det(y, c).values for y, c in others]
+            pairs = [(first[: len(values[1])], values[1][: len(x)]) for values in outcomes]
         except (BilipError, IndexError):
-            return math.nan
-        found = ((first - second).abs() / x[0].numel()).double()
-        return float(torch.where(torch.isfinite(found), found, torch.zeros_like(found)).max())
+            return math.nan, 0.0, []
+        apart = max(_largest((known - other).abs() / (size + known.abs())) for known, other in pairs)
+        return _largest((first - second).abs() / size), apart, [values[0] for values in outcomes]
 
-    def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float]:
-        """Largest error when the very latents are given back at once, and when others came in between and the order changed."""
+    def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float, Tensor]:
+        """Largest error when the very latents are given back at once, and when others came in between and the order changed; and what
+        came back then.
+        """
         z = model.forward(x, context).value
         straight = run_guarded(model.bijection.inverse, z, context).value
         flipped = None if context is None else context.flip(0)
         z = model.forward(x, context).value
         model.forward(x.roll(1, 0), None if context is None else context.roll(1, 0))
         around = model.inverse(z.flip(0), flipped).value.flip(0)
-        return _apart(x, straight), _apart(x, around)
+        return _apart(x, straight), _apart(x, around), around
+
+
+def _inverse_alone(
+    model: Subject, x: Tensor, z: Tensor, back: Tensor, context: Tensor | None, times: int, tolerance: float
+) -> float:
+    """Largest error of one latent alone and of many, among those that come back in a batch: others would show rounding."""
+    good = (distances(x, back).relative <= 0.1 * tolerance).nonzero().flatten()
+    found = [0.0]
+    for rows in (good[:1], good.repeat(times)):
+        if len(rows):
+            alone = model.inverse(z[rows], None if context is None else context[rows]).value
+            found.append(_apart(x[rows], alone))
+    return max(found)
+
+
+def _largest(values: Tensor) -> float:
+    return float(torch.where(torch.isfinite(values), values, torch.zeros_like(values)).max())
 
 
 def _rows(context: Tensor | None, count: int) -> Tensor | None:
