@@ -437,7 +437,7 @@ def _block(use: str, m: Measurement, blame: Measurement | None) -> list[str]:
     outside = use == "sampling" and int(m.get("out_of_range") or 0) > int(m.get("wrong") or 0)
     steps = []
     if outside:
-        largest, known = (float(m.get(name) or math.nan) for name in ("largest", "data_largest"))
+        largest, known = (math.nan if m.get(name) is None else float(m[name]) for name in ("largest", "data_largest"))
         steps.append(
             f"The largest sample is {largest:.2g}, the data lie within {known:.2g}: the model itself decodes latents far outside. "
             "Untried: a lower temperature, or linear tails."
