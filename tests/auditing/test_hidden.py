@@ -278,3 +278,19 @@ def test_an_inverse_or_a_log_determinant_that_depends_on_the_size_of_the_batch_i
     assert not m["batch_dependent"]
     unsafe = {use for use, verdict in record.verdicts.items() if verdict.status.value == "unsafe"}
     assert unsafe == ({"inversion", "sampling"} if part == "inverse" else {"likelihood", "ood-likelihood"})
+
+
+@pytest.mark.parametrize("off", [0.0, 2.0])
+def test_a_wrong_log_determinant_of_the_inverse_alone_is_said_beside_the_samples(off):
+    """Samples and log p of data are right; densities of samples, as reverse KL takes them, are not."""
+
+    class Astray(Twist):
+        def inverse(self, z):
+            x = super().inverse(z)
+            return x, off - super().forward(x)[1]
+
+    torch.manual_seed(0)
+    found, record = statuses(Astray(4), torch.randn(1000, 4), 4)
+    assert found["sampling"] == found["likelihood"] == "safe"
+    assert ("0.5 nats per dimension apart" in record.verdicts["sampling"].reason) == bool(off)
+    assert ("variational inference" in record.verdicts["sampling"].reason) == bool(off)
