@@ -350,6 +350,7 @@ _FLAGS = {
     "batch_dependent": "Use running statistics: BatchNorm with track_running_stats=True, in evaluation mode; or ActNorm.",
     "inverse_batch_dependent": _SIZES,
     "log_det_batch_dependent": _SIZES,
+    "base_wrong": "Check log_prob of the base, its constants and the sum over dimensions, against what it draws.",
     "cache_hides": "Switch the cache off (cache_size=0) and write the inverse.",
 }
 _GRADIENTS = (

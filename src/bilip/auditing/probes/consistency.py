@@ -19,6 +19,7 @@ from bilip.record import Measurement, Quantity
 __all__ = ["Consistency"]
 
 
+_DRAWN = 2048  # draws of the base
 _USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 
 
@@ -69,6 +70,14 @@ class Consistency(Probe):
                 ("inverse", "the inverse", _USES[:2]),
                 ("log_det", "the log-determinant", _USES[2:]),
             )
+        ),
+        Quantity(
+            "base_wrong",
+            "the density of the base is not that of its samples, or does not integrate to 1",
+            "flag",
+            "lower",
+            "consistent",
+            _USES[2:],
         ),
         Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
         Quantity("samples", "samples", "count"),
@@ -129,6 +138,7 @@ class Consistency(Probe):
             "tolerance": tolerance,
             "cache_hides": False,
             "log_det_spread": spread,
+            "base_wrong": _base_wrong(subject, context),
             "inverse_batch_dependent": not inverse <= tolerance,
             "log_det_batch_dependent": not log_det <= tolerance and not spread > 1e-3 * tolerance,
         }
@@ -179,6 +189,40 @@ def _inverse_alone(
             alone = model.inverse(z[rows], None if context is None else context[rows]).value
             found.append(_apart(x[rows], alone))
     return max(found)
+
+
+def _base_wrong(subject: Subject, context: Tensor | None) -> bool:
+    r"""Whether $p_Z$ is visibly no density of what the base draws: by importance weights of a normal distribution q fitted to draws.
+
+    $E_{p} [q / p] \le 1$ for every q, and $E_q [p / q] = 1$ where p is positive: the latter is looked at where weights are even, else it
+    says nothing. Both are estimates, so that errors below 0.1 nats or 6 standard errors are not seen.
+    """
+    base = subject.base
+    if base is None:
+        return False
+    generator = torch.Generator(device=subject.device).manual_seed(0)
+    context = None if context is None else context[:1].to(subject.dtype).expand(_DRAWN, *context.shape[1:])
+    try:
+        drawn = base.sample(_DRAWN, context, generator)
+        flat = drawn.double().flatten(1)
+        mean, deviation = flat[::2].mean(0), flat[::2].std(0)
+        normal = torch.distributions.Normal(mean, deviation)
+        noise = torch.randn(flat.shape, generator=generator, dtype=torch.float64, device=flat.device)
+        other = (mean + deviation * noise).to(drawn.dtype)
+        inside, outside = (
+            normal.log_prob(z.double().flatten(1)).sum(1) - base.log_prob(z.reshape(drawn.shape), context).double()
+            for z in (drawn, other)
+        )
+    except Exception:  # a foreign base may raise anything, and where it has no samples Sampling says so
+        return False
+    (low, error), (total, spread) = _log_mean(inside[1::2]), _log_mean(-outside)
+    return low > 0.1 + 6 * error or (float(outside.std()) <= 1.5 and abs(total) > 0.1 + 6 * spread)
+
+
+def _log_mean(logs: Tensor) -> tuple[float, float]:
+    """The log of the mean of numbers that are given by their logs, and its standard error; NaN where one is not finite."""
+    weights = (logs - logs.max()).exp()
+    return float(logs.max() + weights.mean().log()), float(weights.std() / weights.mean()) / math.sqrt(len(logs))
 
 
 def _largest(values: Tensor) -> float:
