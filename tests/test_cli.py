@@ -18,6 +18,7 @@ from bilip.record import USES, AuditRecord
 from in_process import command_line
 
 TARGETS = """
+import os
 import sys
 import torch
 from torch import nn
@@ -105,6 +106,16 @@ def leaver(after=2):
 
 def leaver_at_once():
     return leaver(0)
+
+class Exits(Lossy):
+    def inverse(self, z, context=None):
+        os._exit(0)
+
+def exits():
+    return bilip.Flow(bilip.Chain(Exits(), shape=(4,)))
+
+def exits_at_once():
+    os._exit(0)
 
 class Quitter(Lossy):
     def forward(self, x, context=None):
@@ -324,6 +335,14 @@ def test_bad_input_in_a_process_of_its_own(made, args, says):
     assert says in result.stderr
     assert result.stdout == ""
     assert not (made / "left.json").exists()
+
+
+@pytest.mark.parametrize(("target", "code"), [("exits", 1), ("exits_at_once", 2)])
+@pytest.mark.process
+def test_no_model_leaves_the_gate_with_exit_code_0(made, target, code):
+    result = process(*instead("cli_targets:additive", f"cli_targets:{target}"), "--require", "sampling", cwd=made)
+    assert result.returncode == code
+    assert "SystemExit: 0" in result.stderr
 
 
 def test_an_output_that_fails_at_the_end_leaves_nothing_half_written(bilip_, folder, monkeypatch):

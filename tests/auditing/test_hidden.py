@@ -257,3 +257,40 @@ def test_an_answer_that_depends_on_the_size_of_the_batch_is_found(odd):
     found, record = statuses(Company(4), torch.randn(800, 4), 4)
     assert record.find("consistency")[0]["batch_dependent"]
     assert set(found.values()) - {"not-measured"} == {"unsafe"}
+
+
+@pytest.mark.parametrize("part", ["inverse", "log_det"])
+@pytest.mark.parametrize("odd", [lambda n: n > 100, lambda n: n == 1], ids=["large batches", "single samples"])
+def test_an_inverse_or_a_log_determinant_that_depends_on_the_size_of_the_batch_is_found(part, odd):
+    class Company(Twist):
+        def forward(self, x):
+            z, log_det = super().forward(x)
+            return z, log_det + 0.1 * (part == "log_det" and odd(len(x)))
+
+        def inverse(self, z):
+            return super().inverse(z) + 0.1 * (part == "inverse" and odd(len(z)))
+
+    torch.manual_seed(0)
+    model = flow(Company(4), 4)
+    record = bilip.audit(model, torch.randn(800, 4), ood=["uniform"], budget="quick", probes=["consistency"])
+    m = record.find("consistency")[0]
+    assert m[f"{part}_batch_dependent"]
+    assert not m["batch_dependent"]
+    unsafe = {use for use, verdict in record.verdicts.items() if verdict.status.value == "unsafe"}
+    assert unsafe == ({"inversion", "sampling"} if part == "inverse" else {"likelihood", "ood-likelihood"})
+
+
+@pytest.mark.parametrize("off", [0.0, 2.0])
+def test_a_wrong_log_determinant_of_the_inverse_alone_is_said_beside_the_samples(off):
+    """Samples and log p of data are right; densities of samples, as reverse KL takes them, are not."""
+
+    class Astray(Twist):
+        def inverse(self, z):
+            x = super().inverse(z)
+            return x, off - super().forward(x)[1]
+
+    torch.manual_seed(0)
+    found, record = statuses(Astray(4), torch.randn(1000, 4), 4)
+    assert found["sampling"] == found["likelihood"] == "safe"
+    assert ("0.5 nats per dimension apart" in record.verdicts["sampling"].reason) == bool(off)
+    assert ("variational inference" in record.verdicts["sampling"].reason) == bool(off)

@@ -137,6 +137,13 @@ def test_samples_far_outside_the_data_are_bad_however_well_they_are_inverted():
     assert "the model itself decodes latents far outside" in found.remedy
 
 
+@pytest.mark.parametrize(("size", "bad"), [(1.0, False), (1e6, True)])
+def test_the_range_of_a_single_sample_is_no_less_than_its_size(size, bad):
+    flow = Flow(as_bijection(Map(lambda x: x / size, lambda z: z * size, zeros)), shape=(4,))
+    record = audit(flow, torch.ones(1, 4), probes=["sampling"])
+    assert (record.find("sampling")[0]["out_of_range"] > 0) == bad
+
+
 def test_heavy_tails_of_the_data_excuse_those_of_the_samples():
     torch.manual_seed(0)
     data = torch.randn(4000, 2)

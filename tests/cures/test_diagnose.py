@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import bilip
@@ -221,6 +223,109 @@ def test_the_planted_block_and_operation_are_named(name):
     assert "\n" not in str(found)
 
 
+class Shifted(bilip.Bijection):
+    """Adds what a function of the block and of x gives; its methods do not say `self`."""
+
+    def __init__(block, fault=lambda block, x: 0.1 * block.w):
+        super().__init__()
+        block.w, block.fault = nn.Parameter(torch.ones(4)), fault
+        block.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        block.register_buffer("mean", torch.zeros(4))
+
+    def forward_and_log_det(block, x, context=None):
+        return x + block.fault(block, x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(block, z, context=None):
+        return z, z.new_zeros(len(z))
+
+
+class Own(torch.autograd.Function):
+    """Finite forward, not backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 0
+
+
+def attended(block, x):
+    return ((x[:, :, None] * x[:, None] + block.mask).softmax(-1) * x[:, None]).sum(-1) * block.w
+
+
+def assigned(x):
+    x[0, 0] = math.inf
+    return x
+
+
+def recomputed(function, x):
+    return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+
+UNUSUAL = {
+    "a mask of a buffer, and an overflow beside it": (
+        lambda b, x: attended(b, x) + (1000 * b.w).exp(),
+        "forward",
+        "exp",
+    ),
+    "a row that is masked out altogether": (
+        lambda b, x: (x * b.w).masked_fill(x < 9, -math.inf).softmax(1),
+        "forward",
+        "softmax",
+    ),
+    "a mask of a buffer that leaves nothing": (
+        lambda b, x: (x * b.w + b.mask[:1, 1:2]).softmax(1),
+        "forward",
+        "softmax",
+    ),
+    "a mask that becomes the value": (lambda b, x: (x * b.w).masked_fill(x > 0, math.inf), "forward", "masked_fill"),
+    "an entry that is set": (lambda b, x: assigned(x.clone()) * b.w, "forward", "__setitem__"),
+    "a statistic that is not finite": (lambda b, x: x * b.w - (b.mean + math.inf), "forward", "add"),
+    "inside vmap": (
+        lambda b, x: torch.func.vmap(lambda row: (0 * row * b.w).log())(x),
+        "forward",
+        "log",
+    ),
+    "inside jvp": (
+        lambda b, x: torch.func.jvp(lambda y: (y * b.w + 200).exp(), (x,), (x,))[1],
+        "forward",
+        "exp",
+    ),
+    "a function of one's own, backward": (lambda b, x: Own.apply(x * b.w), "backward", "Own"),
+    "recomputed in the backward pass": (
+        lambda b, x: recomputed(lambda y: (0 * y * b.w).abs().sqrt(), x),
+        "backward",
+        "sqrt",
+    ),
+    "from numpy": (lambda b, x: torch.from_numpy(x.detach().numpy() * np.inf) * b.w, "forward", "mul"),
+}
+
+
+@pytest.mark.parametrize("name", list(UNUSUAL))
+def test_unusual_failures_are_named(name):
+    fault, where, operation = UNUSUAL[name]
+    torch.manual_seed(0)
+    found = bilip.diagnose(bilip.Chain(Shifted(), Shifted(fault), Shifted()), torch.randn(8, 4))
+    assert (found.where, found.block, found.operation) == (where, "1", operation), str(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "frozen"),
+    [
+        (attended, False),
+        (lambda b, x: torch.func.vmap(lambda row: row * b.w)(x), False),
+        (lambda b, x: x + (0 * b.w).abs().sqrt(), True),
+    ],
+    ids=["masked", "vmap", "a gradient that nobody takes"],
+)
+def test_what_is_finite_is_no_finding(fault, frozen):
+    model = bilip.Chain(Shifted(), Shifted(fault))
+    model[1].w.requires_grad_(not frozen)
+    assert not bilip.diagnose(model, torch.randn(8, 4)).found
+
+
 def test_a_distribution_that_refuses_what_is_not_finite_is_not_where_it_began():
     base = torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
     flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, scale="exp"), base=base)
@@ -299,6 +404,13 @@ def test_broken_weights_and_a_broken_batch():
         flow.bijection[1].t.layers[0].weight[0, 0] = math.nan
     found = bilip.diagnose(flow, torch.zeros(2, 2))
     assert (found.where, found.block) == ("parameters", "1")
+
+
+def test_a_buffer_that_overflowed_is_named():
+    model = bilip.Chain(Shifted(), Shifted(lambda b, x: x * b.w - b.mean))
+    model[1].mean[2] = math.inf
+    found = bilip.diagnose(model, torch.randn(8, 4))
+    assert (found.where, found.block, found.module) == ("parameters", "1", "blocks.1.mean")
 
 
 def test_a_watched_training_stops_with_the_step_and_can_be_replayed(tmp_path):

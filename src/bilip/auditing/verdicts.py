@@ -217,7 +217,9 @@ def _verdict(
         return _said(use, open_[0], Status.NOT_MEASURED)
     if missing or not checks:
         return Verdict(use, Status.NOT_MEASURED, missing[0] if missing else f"nothing was measured for {use}")
-    return _said(use, max(checks, key=lambda c: c.pressure), Status.SAFE, also=_elsewhere(use, measurements, names))
+    return _said(
+        use, max(checks, key=lambda c: c.pressure), Status.SAFE, also=_elsewhere(use, measurements, names, thresholds)
+    )
 
 
 def _said(use: str, check: Check, status: Status, what_to_do: str = "", also: str = "") -> Verdict:
@@ -305,8 +307,19 @@ def _no_stored(m: Measurement) -> bool:
     return m.get("batches") is not None and m["batches"] == m.get("stored_non_finite")
 
 
-def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str]) -> str:
-    """Beside a safe verdict: where a model that is safe to invert on its data is not, at how many points a log-determinant was checked."""
+def _elsewhere(use: str, measurements: Sequence[Measurement], names: Sequence[str], thresholds: Thresholds) -> str:
+    """Beside a safe verdict: where a model that is safe to invert on its data is not, at how many points a log-determinant was checked,
+    and whether the inverse states another one, which no use needs but densities of samples.
+    """
+    if use == "sampling":
+        first = next((m for m in measurements if m.probe == "log_det" and m.measured), None)
+        apart = math.nan if first is None else float(first.get("antisymmetry_median") or math.nan)
+        if apart > max(thresholds.log_det, thresholds.relative or 0.0):
+            return (
+                f" But the log-determinant of the inverse is not that of the forward pass ({apart:.2g} nats per dimension apart): "
+                "densities of samples that are taken from it, as in variational inference, are wrong."
+            )
+        return ""
     if use in ("likelihood", "ood-likelihood"):
         found = [m for m in measurements if m.probe == "log_det" and m.source in names and m.measured]
         points = min((int(m.get("slogdet_samples") or 0) for m in found), default=0)
@@ -331,9 +344,13 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+_SIZES = "Look for squeeze(), for sums and means over the batch, and for branches on its size: one sample alone and many must agree."
 _FLAGS = {
     "stochastic": "Remove dropout, dequantization noise and other draws from the evaluation pass.",
     "batch_dependent": "Use running statistics: BatchNorm with track_running_stats=True, in evaluation mode; or ActNorm.",
+    "inverse_batch_dependent": _SIZES,
+    "log_det_batch_dependent": _SIZES,
+    "base_wrong": "Check log_prob of the base, its constants and the sum over dimensions, against what it draws.",
     "cache_hides": "Switch the cache off (cache_size=0) and write the inverse.",
 }
 _GRADIENTS = (
@@ -434,7 +451,7 @@ def _block(use: str, m: Measurement, blame: Measurement | None) -> list[str]:
     outside = use == "sampling" and int(m.get("out_of_range") or 0) > int(m.get("wrong") or 0)
     steps = []
     if outside:
-        largest, known = (float(m.get(name) or math.nan) for name in ("largest", "data_largest"))
+        largest, known = (math.nan if m.get(name) is None else float(m[name]) for name in ("largest", "data_largest"))
         steps.append(
             f"The largest sample is {largest:.2g}, the data lie within {known:.2g}: the model itself decodes latents far outside. "
             "Untried: a lower temperature, or linear tails."

@@ -98,12 +98,13 @@ def audit(
         written.require_writable()
 
     import bilip
+    from bilip.auditing.audit import staying
     from bilip.cli._arguments import load_model
 
     thresholds = bilip.Thresholds(**limits)
     sources = named_files(data) if data else dict(project.sources)
     noise = project.ood if ood is None else listed(ood)
-    with Stop() as stop, processes(stop) as here:
+    with Stop() as stop, staying(), processes(stop) as here:
         model = load_model(target, device)
         with bar(quiet=not here.first) as running:
             task = running.add_task("auditing", total=1.0)

@@ -159,7 +159,7 @@ class _Again:
     def __call__(self, dtype: torch.dtype | None = None) -> Diagnosis:
         """Where it began; in another dtype, and then without autocast, where that is given."""
         found, origins = self._once(dtype)
-        if found.where != "forward" or len(origins) < 2:
+        if len(origins) < 2 or not any(found is origin for origin in origins.values()):
             return found
         # Several results are not finite though their inputs are, and some may be masked out later. The one that matters is the one
         # without which the loss would be finite.
@@ -197,9 +197,10 @@ class _Again:
         names = _Names(native, adapted)
         given = moved(self.given, like)
         broken = _broken_weights(target, names) or _broken_batch(given)
-        for parameter in target.parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(True)
+        if not any(parameter.requires_grad for parameter in target.parameters()):  # else frozen ones have no gradient
+            for parameter in target.parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(True)
         first = first_of(given)
         operations = _Operations(names, len(first) if isinstance(first, Tensor) and first.ndim else 0, mended)
         try:
@@ -211,29 +212,46 @@ class _Again:
                 return broken, {}
             raise
         except Exception as error:  # of the model, or of a distribution that was given what is not finite already
-            return broken or operations.first or _raised(error, names), operations.origins
-        if not bool(torch.isfinite(total.detach())):
+            return broken or next(iter(operations.origins.values()), None) or _raised(error, names), operations.origins
+        if not _is_finite(total):
             unknown = Diagnosis(True, "forward", operation="loss", value=float(total.detach()))
-            return broken or operations.first or operations.constant or unknown, operations.origins
+            return broken or operations.first or unknown, operations.candidates
         # else what was not finite was masked out, or never used
         found = _backward(total, operations) if total.requires_grad else Diagnosis(False)
-        return (broken if broken is not None and found.found else found), operations.origins
+        return (broken if broken is not None and found.found else found), {}
+
+
+def _is_finite(t: Tensor) -> bool:
+    """Whether all numbers are. Nothing of it is kept for a backward pass."""
+    return bool(torch.isfinite(_bare(t).detach()).all())
+
+
+def _bare(t: Tensor) -> Tensor:
+    """The tensor itself inside `torch.func`: all of a batch, for instance."""
+    transforms = torch._C._functorch  # type: ignore[attr-defined]
+    while transforms.is_functorch_wrapped_tensor(t):
+        t = transforms.get_unwrapped(t)
+    return t
 
 
 def _broken_weights(target: nn.Module, names: _Names) -> Diagnosis | None:
     """The first parameter or buffer that is not finite to begin with."""
     for name, value in (*target.named_parameters(), *target.named_buffers()):
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()) and not _meant(value):
-            block, kind = names.block_of_tensor(value)
-            bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
-            return Diagnosis(True, "parameters", block, kind, name, "weights", value=bad)
+        if value.is_floating_point() and not _is_finite(value) and not _meant(value):
+            return _held(name, value, names)
     return None
+
+
+def _held(name: str, value: Tensor, names: _Names) -> Diagnosis:
+    """A parameter or buffer that is not finite."""
+    bad = float(value.detach()[~torch.isfinite(value)].flatten()[0])
+    return Diagnosis(True, "parameters", *names.block_of_tensor(value), name, "weights", value=bad)
 
 
 def _broken_batch(given: Any) -> Diagnosis | None:
     """The first entry of a batch that is not finite: of the input, of a context or of a target."""
     for k, part in enumerate(_tensors(given)):
-        if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+        if part.is_floating_point() and not _is_finite(part):
             where = (~torch.isfinite(part.detach())).nonzero()[0].tolist()
             which = "batch" if k == 0 else f"batch, tensor {k}"
             return Diagnosis(
@@ -257,8 +275,8 @@ def _loss(loss: Loss | None, native: Any, adapted: Adapted, given: Any) -> Tenso
 
 
 def _meant(value: Tensor) -> bool:
-    """Whether a tensor holds infinities on purpose, as the ends of a range do: no NaN, and constant."""
-    return not value.requires_grad and not bool(torch.isnan(value).any()) and value.numel() <= 2
+    """Whether a tensor may hold infinities on purpose, as a mask or the ends of a range do: no parameter, and no NaN."""
+    return not isinstance(value, nn.Parameter) and not bool(torch.isnan(value).any())
 
 
 class _Names:
@@ -268,6 +286,7 @@ class _Names:
         top = native if isinstance(native, nn.Module) else adapted.bijection
         self.modules = {id(part): name for name, part in adapted.bijection.named_modules()}
         self.modules |= {id(part): name for name, part in top.named_modules()}
+        self.buffers = {id(value): name for name, value in top.named_buffers()}
         self.blocks: dict[int, tuple[str, str]] = {}
         self.tensors: dict[int, tuple[str, str]] = {}
         for name, part in adapted.bijection.parts():
@@ -303,7 +322,8 @@ class _Names:
 
 def _owners(frame: FrameType) -> Iterator[Any]:
     """The object whose method a frame runs, and those that it was built by: zuko's transforms hold a method of a module."""
-    owner = frame.f_locals.get("self")
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, by whatever name
     if owner is None:
         return
     yield owner
@@ -323,20 +343,42 @@ class _Operations(TorchFunctionMode):
         "clone", "detach", "__get__", "__set__", "copy_", "double", "float", "new_empty", "new_full", "empty_strided", "__setitem__",
         "fill_", "is_floating_point", "size", "dim", "numel", "contiguous",
     )  # fmt: skip
+    MASKED = (
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "cross_entropy",
+        "scaled_dot_product_attention",
+    )  # take infinities that are meant
+    SETTING = (
+        "full_like",
+        "full",
+        "where",
+        "masked_fill",
+        "new_full",
+        "fill_",
+        "__setitem__",
+    )  # of them: with numbers of the user's
 
     def __init__(self, names: _Names, count: int, mended: int | None = None) -> None:
         super().__init__()
         self.names, self.count, self.mended = names, count, mended
         self.calls = 0
         self.origins: dict[int, Diagnosis] = {}
-        self.constant: Diagnosis | None = None
+        self.masked: dict[int, Diagnosis] = {}
+        self.others: dict[int, Diagnosis] = {}
         self.nodes: dict[Any, tuple[str, str, str, str, str]] = {}
         self.busy = False
 
     @property
     def first(self) -> Diagnosis | None:
-        """The first result that is not finite though its inputs are."""
-        return next(iter(self.origins.values()), None)
+        """The first result that is not finite though its inputs are; where there is none, the first candidate."""
+        return next(iter(self.candidates.values()), None)
+
+    @property
+    def candidates(self) -> dict[int, Diagnosis]:
+        """Where no function made it from what is finite: what makes NaN of a row that is masked out, set a constant, or was given it."""
+        return self.origins or self.masked | dict(sorted(self.others.items()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -353,16 +395,17 @@ class _Operations(TorchFunctionMode):
         self.busy = True
         try:
             self.calls += 1
-            if self.calls == self.mended and isinstance(out, Tensor) and out.is_floating_point():
+            if self.calls == self.mended and before is not None and isinstance(args[0], Tensor):
+                args[0].data.nan_to_num_(0.0, 0.0, 0.0)
+            elif self.calls == self.mended and isinstance(out, Tensor) and out.is_floating_point():
                 return out.nan_to_num(0.0, 0.0, 0.0)
-            self._look(name, args, kwargs, out, before)
+            self._look(name, args, kwargs, args[0] if name == "__setitem__" else out, before)
         finally:
             self.busy = False
         return out
 
     def _finite(self, args: Any, kwargs: Any) -> bool:
-        inputs = (t for t in _tensors((*args, *kwargs.values())) if t.is_floating_point())
-        return all(bool(torch.isfinite(t).all()) for t in inputs)
+        return all(_is_finite(t) for t in _tensors((*args, *kwargs.values())) if t.is_floating_point())
 
     def _look(self, name: str, args: Any, kwargs: Any, out: Any, before: bool | None) -> None:
         results = [
@@ -370,36 +413,42 @@ class _Operations(TorchFunctionMode):
             for t in (out if isinstance(out, (tuple, list)) else (out,))
             if isinstance(t, Tensor) and t.is_floating_point()
         ]
-        if not results or name in self.SILENT:
+        if not results or (name in self.SILENT and name not in self.SETTING):
             return
         for result in results:
-            if result.grad_fn is not None and result.grad_fn not in self.nodes:
+            if result.grad_fn is not None and result.grad_fn not in self.nodes and name not in self.SILENT:
                 self.nodes[result.grad_fn] = (name, *self.names.place(sys._getframe(2)))
-        bad = next((t for t in results if not bool(torch.isfinite(t).all())), None)
+        bad = next((t for t in results if not _is_finite(t)), None)
         if bad is None:
             return
         inputs = [t for t in _tensors((*args, *kwargs.values())) if t.is_floating_point()]
-        if inputs and not (self._finite(args, kwargs) if before is None else before):
-            return  # it began elsewhere
-        if not inputs and self.constant is not None:
+        finite = self._finite(args, kwargs) if before is None else before
+        kept = self.origins if finite and inputs and name not in self.SILENT else self.others
+        if name in self.MASKED and not finite and _has_nan(results) and not _has_nan(inputs):
+            kept = self.masked
+        if kept is not self.origins and len(kept) >= _MOST_ORIGINS:
             return
-        at = self.names.place(sys._getframe(2))
-        found = self.found("forward", name, at, bad, [] if before is not None else inputs)
-        if inputs:
-            self.origins[self.calls] = found
+        held = next((t for t in inputs if not finite and id(t) in self.names.buffers and not _is_finite(t)), None)
+        if held is None or kept is self.masked:
+            at = self.names.place(sys._getframe(2))
+            kept[self.calls] = self.found("forward", name, at, bad, inputs if before is None else [])
         else:
-            self.constant = found
+            kept[self.calls] = _held(self.names.buffers[id(held)], held, self.names)
 
     def found(
         self, where: str, name: str, at: tuple[str, str, str, str], bad: Tensor, inputs: Sequence[Tensor]
     ) -> Diagnosis:
         """The diagnosis for a result of an operation that is not finite, from where it happened and what went in."""
-        bad, (block, kind, module, line) = bad.detach(), at
+        bad, (block, kind, module, line) = _bare(bad).detach(), at
         place = (~torch.isfinite(bad)).nonzero()[0].tolist() if bad.ndim else []
         sample = place[0] if place and self.count and bad.shape[0] == self.count else None
-        around = tuple(_around(k, t, place, bad) for k, t in enumerate(inputs[:3]))
+        around = tuple(_around(k, _bare(t), place, bad) for k, t in enumerate(inputs[:3]))
         value = float(bad[tuple(place)] if place else bad)
         return Diagnosis(True, where, block, kind, module, name, line, sample, around, value)
+
+
+def _has_nan(tensors: list[Tensor]) -> bool:
+    return any(not _is_finite(torch.where(torch.isinf(t.detach()), 0.0, t.detach())) for t in tensors)
 
 
 def _short(func: Any) -> str:
@@ -417,7 +466,7 @@ _OPERATORS |= dict.fromkeys(("__truediv__", "__rtruediv__", "__rdiv__"), "div")
 
 
 def _in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -474,17 +523,13 @@ def _backward(total: Tensor, operations: _Operations) -> Diagnosis:
         def look(made: Any, given: Any) -> None:
             if first:
                 return
-            bad = next(
-                (
-                    t
-                    for t in made
-                    if isinstance(t, Tensor) and t.is_floating_point() and not bool(torch.isfinite(t).all())
-                ),
-                None,
-            )
-            if bad is None or any(isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in given):
+            bad = next((t for t in made if isinstance(t, Tensor) and t.is_floating_point() and not _is_finite(t)), None)
+            if bad is None or any(isinstance(t, Tensor) and not _is_finite(t) for t in given):
                 return
             name, *at = operations.nodes.get(near[node]) or ("", "", "", "", "")
+            own: Any = torch.autograd.function.BackwardCFunction
+            if isinstance(node, own):  # a function of the user's
+                name = node.name().removesuffix("Backward")
             inputs = [t for t in given if isinstance(t, Tensor)]
             first.append(operations.found("backward", name or node.name(), (at[0], at[1], at[2], at[3]), bad, inputs))
 
@@ -520,6 +565,8 @@ def _remedy(found: Diagnosis) -> str:
         )
     if found.where == "backward":
         return _DERIVATIVE
+    if any(math.isinf(row["low"]) or not math.isfinite(row["high"]) for row in found.inputs):
+        return "What went in was not finite already, as in a row that is masked out altogether, or came from outside of torch."
     return next(
         (text for names, text in _BY_OPERATION if name in names), "Look at the line, and at the values that went in."
     )

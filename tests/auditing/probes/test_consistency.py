@@ -1,10 +1,12 @@
 """Is the model a function?"""
 
+import math
+
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
 
-from bilip import Bijection, Chain, blocks, models
+from bilip import Bijection, Chain, Flow, blocks, models
 from bilip.auditing.probes import Consistency
 
 pytestmark = pytest.mark.numeric
@@ -89,3 +91,44 @@ def test_contexts_keep_their_samples():
     m = Consistency().measure(flow, (torch.randn(32, 4), torch.randn(32, 3)))
     assert tuple(m[flag] for flag in FLAGS) == (False, False, False)
     assert m["around_error"] < 1e-9
+
+
+class Loose(distributions.Normal):
+    """Draws are not those of the density, or a factor is missing, in each dimension."""
+
+    def __init__(self, temperature=1.0, missing=0.0):
+        super().__init__(torch.zeros(4), torch.ones(4))
+        self.temperature, self.missing = temperature, missing
+
+    def sample(self, sample_shape=()):
+        return self.temperature * super().sample(sample_shape)
+
+    def log_prob(self, value):
+        return super().log_prob(value) + self.missing
+
+
+ONES = torch.ones(4)
+MIXTURE = distributions.MixtureSameFamily(
+    distributions.Categorical(torch.tensor([0.1, 0.9])),
+    distributions.Independent(distributions.Normal(torch.tensor([[-9.0] * 4, [0.0] * 4]), torch.ones(2, 4)), 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "wrong"),
+    [
+        (Loose(), False),
+        ("normal", False),
+        (MIXTURE, False),
+        (distributions.StudentT(3 * ONES), False),
+        (distributions.Uniform(-ONES, ONES), False),
+        (Loose(temperature=0.6), True),
+        (Loose(temperature=1.5), True),
+        (Loose(missing=math.log(2 * math.pi) / 2), True),
+        (Loose(missing=-0.5), True),
+    ],
+)
+def test_a_base_whose_density_is_not_that_of_its_draws(base, wrong):
+    torch.manual_seed(0)
+    m = Consistency().measure(Flow(blocks.Permutation.reverse(4), base, shape=(4,)), torch.randn(32, 4))
+    assert m["base_wrong"] == wrong

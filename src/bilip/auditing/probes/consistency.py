@@ -19,11 +19,14 @@ from bilip.record import Measurement, Quantity
 __all__ = ["Consistency"]
 
 
+_DRAWN = 2048  # draws of the base
 _USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 
 
 class Consistency(Probe):
     """Calls that should agree: twice on one batch, on half of a batch, one sample and many, and on latents in another order.
+
+    Latents, log-determinants and, at samples that come back, the inverse are compared.
 
     A stochastic forward pass, BatchNorm that still computes batch statistics, and an inverse that answers from a cache make
     every other number meaningless. The comparisons run in a float64 copy where there is one, so that rounding does not look
@@ -53,6 +56,28 @@ class Consistency(Probe):
                 ("batch_dependent", "the answer depends on the other samples of the batch"),
                 ("cache_hides", "the inverse answers from a cache and is wrong without it"),
             )
+        ),
+        *(
+            Quantity(
+                f"{name}_batch_dependent",
+                f"{label} depends on the size of the batch",
+                "flag",
+                "lower",
+                "consistent",
+                uses,
+            )
+            for name, label, uses in (
+                ("inverse", "the inverse", _USES[:2]),
+                ("log_det", "the log-determinant", _USES[2:]),
+            )
+        ),
+        Quantity(
+            "base_wrong",
+            "the density of the base is not that of its samples, or does not integrate to 1",
+            "flag",
+            "lower",
+            "consistent",
+            _USES[2:],
         ),
         Quantity("cached", "the inverse answers from a cache", "flag", "lower"),
         Quantity("samples", "samples", "count"),
@@ -94,13 +119,13 @@ class Consistency(Probe):
         half, times = max(1, len(x) // 2), max(2, self.company // len(x))
         z = model.forward(x, context).value
         repeat = _apart(z, model.forward(x, context).value)
-        batch = 0.0
-        for count in (1, half):
-            batch = max(batch, _apart(z[:count], model.forward(x[:count], _rows(context, count)).value))
-        many = model.forward(torch.cat([x] * times), None if context is None else torch.cat([context] * times)).value
-        batch = max(batch, _apart(z, many[: len(x)]))
-        straight, around = self._inverses(model, x, context)
-        spread = self._log_det_spread(model, x, context)
+        others = [(x[:count], _rows(context, count)) for count in (1, half)]
+        others.append((torch.cat([x] * times), None if context is None else torch.cat([context] * times)))
+        straight, around, back = self._inverses(model, x, context)
+        spread, log_det, found = self._log_dets(model, x, context, others)
+        found += [model.forward(y, c).value for y, c in others[len(found) :]]
+        batch = max(_apart(z[: len(y)], y[: len(x)]) for y in found)
+        inverse = _inverse_alone(model, x, z, back, context, times, tolerance)
         values = {
             "samples": len(x),
             "repeat_difference": repeat,
@@ -113,6 +138,9 @@ class Consistency(Probe):
             "tolerance": tolerance,
             "cache_hides": False,
             "log_det_spread": spread,
+            "base_wrong": _base_wrong(subject, context),
+            "inverse_batch_dependent": not inverse <= tolerance,
+            "log_det_batch_dependent": not log_det <= tolerance and not spread > 1e-3 * tolerance,
         }
         training = [name for name, module in subject.bijection.named_modules() if module.training]
         if training:
@@ -121,24 +149,84 @@ class Consistency(Probe):
         values["cache_hides"] = bool(values["cached"]) and not around <= wrong
         return Measurement(self.name, source.name, values=values, notes=tuple(notes))
 
-    def _log_det_spread(self, model: Subject, x: Tensor, context: Tensor | None) -> float:
-        """Largest difference, per dimension, between two answers for the log-determinant; an estimate has one."""
+    def _log_dets(
+        self, model: Subject, x: Tensor, context: Tensor | None, others: list[tuple[Tensor, Tensor | None]]
+    ) -> tuple[float, float, list[Tensor]]:
+        """How far answers for the log-determinant are apart: twice per dimension, in other batches as a part of d + |log det|; and the
+        latents of these batches.
+        """
+        size = x[0].numel()
         try:
             first, second = (model.forward_and_log_det(x, context).values[1] for _ in range(2))
+            outcomes = [model.forward_and_log_det(y, c).values for y, c in others]
+            pairs = [(first[: len(values[1])], values[1][: len(x)]) for values in outcomes]
         except (BilipError, IndexError):
-            return math.nan
-        found = ((first - second).abs() / x[0].numel()).double()
-        return float(torch.where(torch.isfinite(found), found, torch.zeros_like(found)).max())
+            return math.nan, 0.0, []
+        apart = max(_largest((known - other).abs() / (size + known.abs())) for known, other in pairs)
+        return _largest((first - second).abs() / size), apart, [values[0] for values in outcomes]
 
-    def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float]:
-        """Largest error when the very latents are given back at once, and when others came in between and the order changed."""
+    def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float, Tensor]:
+        """Largest error when the very latents are given back at once, and when others came in between and the order changed; and what
+        came back then.
+        """
         z = model.forward(x, context).value
         straight = run_guarded(model.bijection.inverse, z, context).value
         flipped = None if context is None else context.flip(0)
         z = model.forward(x, context).value
         model.forward(x.roll(1, 0), None if context is None else context.roll(1, 0))
         around = model.inverse(z.flip(0), flipped).value.flip(0)
-        return _apart(x, straight), _apart(x, around)
+        return _apart(x, straight), _apart(x, around), around
+
+
+def _inverse_alone(
+    model: Subject, x: Tensor, z: Tensor, back: Tensor, context: Tensor | None, times: int, tolerance: float
+) -> float:
+    """Largest error of one latent alone and of many, among those that come back in a batch: others would show rounding."""
+    good = (distances(x, back).relative <= 0.1 * tolerance).nonzero().flatten()
+    found = [0.0]
+    for rows in (good[:1], good.repeat(times)):
+        if len(rows):
+            alone = model.inverse(z[rows], None if context is None else context[rows]).value
+            found.append(_apart(x[rows], alone))
+    return max(found)
+
+
+def _base_wrong(subject: Subject, context: Tensor | None) -> bool:
+    r"""Whether $p_Z$ is visibly no density of what the base draws: by importance weights of a normal distribution q fitted to draws.
+
+    $E_{p} [q / p] \le 1$ for every q, and $E_q [p / q] = 1$ where p is positive: the latter is looked at where weights are even, else it
+    says nothing. Both are estimates, so that errors below 0.1 nats or 6 standard errors are not seen.
+    """
+    base = subject.base
+    if base is None:
+        return False
+    generator = torch.Generator(device=subject.device).manual_seed(0)
+    context = None if context is None else context[:1].to(subject.dtype).expand(_DRAWN, *context.shape[1:])
+    try:
+        drawn = base.sample(_DRAWN, context, generator)
+        flat = drawn.double().flatten(1)
+        mean, deviation = flat[::2].mean(0), flat[::2].std(0)
+        normal = torch.distributions.Normal(mean, deviation)
+        noise = torch.randn(flat.shape, generator=generator, dtype=torch.float64, device=flat.device)
+        other = (mean + deviation * noise).to(drawn.dtype)
+        inside, outside = (
+            normal.log_prob(z.double().flatten(1)).sum(1) - base.log_prob(z.reshape(drawn.shape), context).double()
+            for z in (drawn, other)
+        )
+    except Exception:  # a foreign base may raise anything, and where it has no samples Sampling says so
+        return False
+    (low, error), (total, spread) = _log_mean(inside[1::2]), _log_mean(-outside)
+    return low > 0.1 + 6 * error or (float(outside.std()) <= 1.5 and abs(total) > 0.1 + 6 * spread)
+
+
+def _log_mean(logs: Tensor) -> tuple[float, float]:
+    """The log of the mean of numbers that are given by their logs, and its standard error; NaN where one is not finite."""
+    weights = (logs - logs.max()).exp()
+    return float(logs.max() + weights.mean().log()), float(weights.std() / weights.mean()) / math.sqrt(len(logs))
+
+
+def _largest(values: Tensor) -> float:
+    return float(torch.where(torch.isfinite(values), values, torch.zeros_like(values)).max())
 
 
 def _rows(context: Tensor | None, count: int) -> Tensor | None:

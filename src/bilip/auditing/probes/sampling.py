@@ -23,6 +23,7 @@ from bilip.record import Histogram, Measurement, Picture, Quantity
 
 __all__ = ["Sampling"]
 
+_KNOWN = 32  # samples of data from which on their range is known; of fewer it is no less than their size
 _SMALL = 128  # up to so many dimensions every sample gets its reference
 
 
@@ -193,13 +194,16 @@ class _Range:
     @classmethod
     def of(cls, source: Source, times: float) -> _Range:
         x = source.spread(4096).x.double()
+        least = float(x.abs().max()) if len(x) < _KNOWN else 0.0  # few samples are closer together than the data
         whole = is_image(source.shape)
         learned, other = x[::2], x[1::2]
 
         def ends(part: Tensor) -> tuple[Tensor, Tensor]:
             low, high = (part.amin(), part.amax()) if whole else (part.amin(0), part.amax(0))
             centre, half = (low + high) / 2, (high - low) / 2
-            half = torch.where(half > 0, half, half.max().clamp_min(1e-30))  # a constant feature: the widest other one
+            half = torch.where(half > 0, half, half.max().clamp_min(1e-30)).clamp_min(
+                least
+            )  # a constant feature: the widest other one
             return centre - times * half, centre + times * half
 
         low, high = ends(learned)

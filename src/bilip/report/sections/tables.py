@@ -172,6 +172,9 @@ CONSISTENCY = BySource(
     (
         ("stochastic", "another answer each time"),
         ("batch_dependent", "depends on the batch"),
+        ("inverse_batch_dependent", "inverse depends on the batch"),
+        ("log_det_batch_dependent", "log-det depends on the batch"),
+        ("base_wrong", "wrong density of the base"),
         ("cached", "answers from a cache"),
         ("repeat_difference", "two calls differ by"),
         ("batch_difference", "a batch and its half"),
