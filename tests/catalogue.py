@@ -260,6 +260,21 @@ def pre_hooked(module):
     return module
 
 
+def saved_bytes(call):
+    """What autograd keeps for the backward pass of what a call gives, each tensor once, parameters left out."""
+    kept = {}
+
+    def pack(t):
+        if not isinstance(t, nn.Parameter):
+            kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    assert result.requires_grad
+    return sum(kept.values())
+
+
 def zeros(x):
     """The log-determinant of a map that keeps volumes."""
     return x.new_zeros(len(x))
