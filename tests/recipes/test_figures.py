@@ -351,7 +351,7 @@ ROWS = [(4, 8, 8), (4, 8, 8, 1), (0, 8, 8, 3), (4, 8, 9, 3)]
 
 
 def reconstructed(*shape):
-    return lambda: figures.reconstructions({"set": (np.zeros(shape, np.uint8), np.zeros((2, 2, 8, 8), np.uint8))})
+    return lambda: figures.reconstructions({"set": (np.zeros(shape, np.uint8), np.zeros(shape[:4], np.uint8))})
 
 
 def in_rows(*shape):
