@@ -31,6 +31,7 @@ __all__ = [
     "about",
     "capture",
     "command_line",
+    "cpu_name",
     "in_turns",
     "options",
     "release",
@@ -170,6 +171,13 @@ def about(device: str) -> dict[str, Any]:
     """The environment, the threads of a CPU, and the GPU where there is one."""
     used = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {"threads": torch.get_num_threads()}
     return environment() | used
+
+
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def write(path: Path | None, document: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 import bilip
 from _measure import about, command_line, options, wait, write
-from flow_zoo.flows import FLOWS, Spec, bilip_flow, nflows_coupling, nflows_maf, train, zuko
+from flow_zoo.flows import FLOWS, Spec, nflows_coupling, nflows_maf, real_nvp, train, zuko
 
 OOD = ["uniform", "gaussian"]
 
@@ -73,23 +73,18 @@ def of_the_zoo(spec: Spec, limit: float) -> Case:
 
 
 EIGHT = [
-    _spec("bilip-affine-8", "table", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=8), (8,))),
+    _spec("bilip-affine-8", "table", lambda: real_nvp(8, blocks=8)),
     _spec("bilip-additive-8", "table", FLOWS["bilip-additive-8"].build),
     _spec("nflows-affine-8", "table", lambda: nflows_coupling("affine", 8, 6, 64)),
     _spec("nflows-rqs-8", "table", lambda: nflows_coupling("rqs", 8, 4, 64, tails="linear", tail_bound=5.0)),
     _spec("nflows-maf-8", "table", lambda: nflows_maf(8, 5, 64)),
-    _spec("zuko-realnvp-8", "table", lambda: zuko("RealNVP", 8, transforms=6, hidden_features=(64, 64))),
-    _spec("zuko-maf-8", "table", lambda: zuko("MAF", 8, transforms=5, hidden_features=(64, 64))),
-    _spec("zuko-nsf-8", "table", lambda: zuko("NSF", 8, transforms=3, hidden_features=(64, 64))),
+    _spec("zuko-realnvp-8", "table", lambda: zuko("RealNVP", 8, transforms=6)),
+    _spec("zuko-maf-8", "table", lambda: zuko("MAF", 8, transforms=5)),
+    _spec("zuko-nsf-8", "table", lambda: zuko("NSF", 8, transforms=3)),
 ]
 IMAGES = [FLOWS[name] for name in ("nflows-affine-784", "normflows-exp-784", "freia-allinone-784", "zuko-realnvp-784")]
 IMAGES += [
-    _spec(
-        "bilip-affine-784",
-        "flat images",
-        lambda: bilip_flow(lambda b: b.models.real_nvp(784, blocks=6, hidden=(256,)), (784,)),
-        batch=128,
-    )
+    _spec("bilip-affine-784", "flat images", lambda: real_nvp(784, blocks=6, hidden=(256,)), batch=128),
 ]
 
 

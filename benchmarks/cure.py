@@ -26,6 +26,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from bilip.record import environment, read_json, to_plain, write_json
 USES = ("inversion", "sampling", "likelihood", "ood-inversion")
 WRONG = math.sqrt(2.0**-23)
 COLOURS = ("#009E73", "#0072B2", "#D55E00", "#CC79A7")
+FACTS = ("rung", "outcome", "reason", "verdicts", "cost", "repair_seconds", "audit_seconds")  # of an attempt
 # Of the big models: first what has to be known, so that a run whose time is over has it.
 ORDER = ("settings", "re-range", "arithmetic", "penalties", "replacements")
 
@@ -199,23 +201,12 @@ def run_small(args: argparse.Namespace) -> None:
             except Exception as error:
                 rows[name] = {"status": "error", "error": f"{type(error).__name__}: {error}"[:300]}
             row = rows[name]
-            rise, broken = (
-                row.get("cost", {}).get("rise", math.nan),
-                row.get("independent", {}).get("broken", row.get("error")),
-            )
-            print(
-                f"{name:28} {row['status']:12} {row.get('rung') or '':12} {rise:+.3f} {row.get('seconds')} s {broken}",
-                flush=True,
-            )
-            write(
-                path,
-                args,
-                {
-                    "flows": dict(sorted(rows.items())),
-                    "summary": summary(rows),
-                    "seconds": round(time.monotonic() - started),
-                },
-            )
+            rise = row.get("cost", {}).get("rise", math.nan)
+            broken = row.get("independent", {}).get("broken", row.get("error"))
+            said = f"{row['status']:12} {row.get('rung') or '':12} {rise:+.3f} {row.get('seconds')} s {broken}"
+            print(f"{name:28} {said}", flush=True)
+            found = {"flows": dict(sorted(rows.items())), "summary": summary(rows)}
+            write(path, args, {**found, "seconds": round(time.monotonic() - started)})
     print(json.dumps(summary(rows), indent=1))
 
 
@@ -280,15 +271,11 @@ def images(args: argparse.Namespace) -> tuple[Any, Any]:
     from bilip.recipes.images import shrunk
 
     if args.data is None:
-        generator = torch.Generator().manual_seed(0)
-        made = [
-            Images(
-                torch.randint(256, (n, 3, args.side, args.side), dtype=torch.uint8, generator=generator),
-                torch.randint(10, (n,), generator=generator),
-            )
-            for n in (512, 768)
-        ]
-        return made[0], made[1]
+        draw = partial(torch.randint, generator=torch.Generator().manual_seed(0))
+        first, second = (
+            Images(draw(256, (n, 3, args.side, args.side), dtype=torch.uint8), draw(10, (n,))) for n in (512, 768)
+        )
+        return first, second
     train, test = (image_set("cifar10", split, args.data) for split in ("train", "test"))
     return shrunk(train, min(args.images, len(train)), args.side), shrunk(test, len(test), args.side)
 
@@ -305,20 +292,9 @@ def fitted(task: Any, args: argparse.Namespace, steps: int, lr: float) -> float:
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        train(
-            task,
-            Settings(
-                steps=steps,
-                lr=lr,
-                device=args.device,
-                seed=args.seed,
-                warmup=min(100, steps),
-                save_every=0,
-                clip=args.clip,
-            ),
-            folder,
-            progress=lambda *_: None,
-        )
+        more = {"warmup": min(100, steps), "save_every": 0, "clip": args.clip}
+        settings = Settings(steps=steps, lr=lr, device=args.device, seed=args.seed, **more)
+        train(task, settings, folder, progress=lambda *_: None)
     return time.monotonic() - started
 
 
@@ -483,26 +459,16 @@ def big(args: argparse.Namespace, kind: str) -> None:
         write(args.out / f"{kind}.json", args, {**found, "rows": rows})
 
     def attempted(attempt: Attempt) -> None:
-        measured(
-            attempt.what or attempt.rung,
-            None if attempt.treated is None else attempt.treated.model,
-            **{
-                name: getattr(attempt, name)
-                for name in ("rung", "outcome", "reason", "verdicts", "cost", "repair_seconds", "audit_seconds")
-            },
-            steps=attempt.facts.get("steps"),
-        )
+        model = None if attempt.treated is None else attempt.treated.model
+        facts = {name: getattr(attempt, name) for name in FACTS}
+        measured(attempt.what or attempt.rung, model, **facts, steps=attempt.facts.get("steps"))
 
     measured("as trained", model)
     stream = Batches(subject.batches, args.seed + 2, subject.single)
     common: dict[str, Any] = {"steps": subject.tune_steps, "rate": args.rate or subject.lr}
     control, began = copied(model), time.monotonic()
-    tuned(
-        control,
-        Tuning(
-            subject.loss, lambda: iter(stream), subject.held_out, "held-out images", tf32=device == "cuda", **common
-        ),
-    )
+    options = {"tf32": device == "cuda", **common}
+    tuned(control, Tuning(subject.loss, lambda: iter(stream), subject.held_out, "held-out images", **options))
     repair = round(time.monotonic() - began, 1)
     measured(f"control: {subject.tune_steps} more plain steps", control.model, repair_seconds=repair)
     result = bilip.cure(
@@ -631,14 +597,9 @@ def scatter(folder: Path, name: str) -> None:
             axes.scatter(before, after, s=16, color=colour, label=source, alpha=0.8, linewidths=0)
         axes.plot([bottom, top], [bottom, top], color="#999999", lw=0.7)
         axes.axhline(WRONG, color="#999999", lw=0.7, ls=":")
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlim=(bottom / 2, 2 * top),
-            ylim=(bottom / 2, 2 * top),
-            xlabel="error of 99 % before",
-            ylabel="error of 99 % after",
-        )
+        ends = (bottom / 2, 2 * top)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="error of 99 % before", ylabel="error of 99 % after")
         axes.set_title(f"{len(rows)} flows, cured: error of round trips\n(right edge: above 1e8 or not finite)")
         axes.legend(loc="upper left")
         save(sheet, folder / "small.png")

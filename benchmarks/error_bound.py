@@ -91,9 +91,8 @@ def _gelu(x: mpf) -> tuple[mpf, mpf]:
 def _gelu_tanh(x: mpf) -> tuple[mpf, mpf]:
     inner = mpf(math.sqrt(2 / math.pi)) * (x + mpf(0.044715) * x**3)
     gate, slope = _tanh(inner)
-    return x * (1 + gate) / 2, (
-        1 + gate + x * slope * mpf(math.sqrt(2 / math.pi)) * (1 + 3 * mpf(0.044715) * x * x)
-    ) / 2
+    rise = x * slope * mpf(math.sqrt(2 / math.pi)) * (1 + 3 * mpf(0.044715) * x * x)
+    return x * (1 + gate) / 2, (1 + gate + rise) / 2
 
 
 def _elu(alpha: float, slope: float = 1.0, rate: float = 1.0) -> Function:
@@ -219,11 +218,7 @@ class Exact:
             size = math.prod(shape)
             eye = torch.eye(size, dtype=torch.float64).view(size, *shape)
             images = affine.act(affine.weight, eye)  # one entry at a time: no sum is rounded
-            bias = (
-                torch.zeros_like(images[0])
-                if affine.bias is None
-                else torch.zeros_like(images[0]) + affine._spread(affine.bias)
-            )
+            bias = torch.zeros_like(images[0]) + (0 if affine.bias is None else affine._spread(affine.bias))
             shape = tuple(images.shape[1:])
             rows = images.flatten(1).T.tolist()
             self.steps.append(([[mpf(v) for v in row] for row in rows], [mpf(v) for v in bias.flatten().tolist()]))
@@ -250,11 +245,8 @@ class ExactSine:
 
     def __call__(self, x: list[mpf], slopes: bool) -> tuple[list[mpf], list[list[mpf]]]:
         a = mpf(3.1)
-        jac = (
-            [[mp.cos(a * v) / 2 if i == j else mpf(0) for j in range(len(x))] for i, v in enumerate(x)]
-            if slopes
-            else []
-        )
+        rows = enumerate(x) if slopes else ()
+        jac = [[mp.cos(a * v) / 2 if i == j else mpf(0) for j in range(len(x))] for i, v in rows]
         return [mp.sin(a * v) / (2 * a) for v in x], jac
 
 
@@ -359,9 +351,8 @@ def run(task: tuple[int, int, int]) -> Found:
         z = sides_of(rng, count, shape, dtype, narrow)
         options: dict = {"method": rng.choice(("anderson", "plain"))}
         if narrow and bool((z != 0).any()):
-            options["tolerance"] = (
-                float(z.double().abs().max()) * 10 ** rng.uniform(math.log10(torch.finfo(dtype).eps), 0) * 4
-            )
+            share = 10 ** rng.uniform(math.log10(torch.finfo(dtype).eps), 0)
+            options["tolerance"] = float(z.double().abs().max()) * share * 4
         try:
             solution = block.solve(z, **options)
         except BilipError as error:
@@ -375,13 +366,8 @@ def run(task: tuple[int, int, int]) -> Found:
             found.finite += math.isfinite(bound)
             found.converged += converged
             found.by[f"{activation if not isinstance(exact, ExactSine) else 'declared sine'}, {dtype}"] += 1
-            row = {
-                "seed": seed,
-                "index": index,
-                "sample": k,
-                "net": str(block.g).replace("\n", " ")[:200],
-                "dtype": str(dtype),
-            }
+            row = {"seed": seed, "index": index, "sample": k, "dtype": str(dtype)}
+            row["net"] = str(block.g).replace("\n", " ")[:200]
             if not math.isfinite(bound):
                 if converged:
                     found.findings.append({**row, "what": "converged without a finite bound"})

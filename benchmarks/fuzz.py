@@ -53,6 +53,21 @@ ODD = [
 ]  # fmt: skip
 
 
+SHAPES = (
+    "(True, 2)",
+    "(40, 3, 10**9)",
+    "(10, 2, 7)",
+    "(-40, -3)",
+    "()",
+    "(0, 3)",
+    "(2**70, 3)",
+    "(40, 0)",
+    "(120,)",
+    "4",
+)
+DTYPES = ("<f4", "<f8", ">f4", "|O", "<c8", "|V4", "<M8[s]", "<U1", "|u1", "<f2", "<f16", "|b1", "(" * 80 + "4", "<i4")
+
+
 # ---- mutations
 
 
@@ -79,11 +94,8 @@ def scrambled(data: bytes, rng: random.Random) -> bytes:
         elif way == 4:
             data = data[:a] + rng.randbytes(b - a) + data[b:]
         elif way == 5:
-            data = (
-                data[:a]
-                + rng.choice([b"{", b"}", b"[", b'"', b"\\", b"NaN", b"-", b"\xff", b"9" * 500, b"[" * 700])
-                + data[a:]
-            )
+            odd = rng.choice([b"{", b"}", b"[", b'"', b"\\", b"NaN", b"-", b"\xff", b"9" * 500, b"[" * 700])
+            data = data[:a] + odd + data[a:]
         else:
             data = data[a:]
         if not data:
@@ -244,10 +256,8 @@ class Checkpoint:
             models.save(model, folder / str(k))
             header, numbers = unpack((folder / str(k) / "model.safetensors").read_bytes())
             about = json.loads(header["__metadata__"]["bilip"]) | {"sha256": UNSEALED}
-            header["__metadata__"] = {
-                "format": "pt",
-                "bilip": json.dumps(about),
-            }  # the library writes them in any order
+            # the library writes them in any order
+            header["__metadata__"] = {"format": "pt", "bilip": json.dumps(about)}
             self.whole.append(((folder / str(k) / "config.json").read_bytes(), seal(pack(header, numbers))))
 
     def run(self, k: int, rng: random.Random, folder: Path) -> str:
@@ -315,8 +325,7 @@ class State:
         train(task, settings, folder, progress=lambda *_: None)
 
     def run(self, k: int, rng: random.Random, folder: Path) -> str:
-        for name in ("train.csv",):
-            shutil.copy(self.folder / name, folder / name)
+        shutil.copy(self.folder / "train.csv", folder / "train.csv")
         path, flip = folder / "last.safetensors", k % 3 == 0 and not is_whole(k)
         if flip:
             path.write_bytes(flipped(self.whole, rng))
@@ -413,38 +422,7 @@ class Data:
     def _header(data: bytes, rng: random.Random) -> bytes:
         length = int.from_bytes(data[8:10], "little")
         text = data[10 : 10 + length].decode("latin1")
-        shape = rng.choice(
-            [
-                "(True, 2)",
-                "(40, 3, 10**9)",
-                "(10, 2, 7)",
-                "(-40, -3)",
-                "()",
-                "(0, 3)",
-                "(2**70, 3)",
-                "(40, 0)",
-                "(120,)",
-                "4",
-            ]
-        )
-        kind = rng.choice(
-            [
-                "<f4",
-                "<f8",
-                ">f4",
-                "|O",
-                "<c8",
-                "|V4",
-                "<M8[s]",
-                "<U1",
-                "|u1",
-                "<f2",
-                "<f16",
-                "|b1",
-                "(" * 80 + "4",
-                "<i4",
-            ]
-        )
+        shape, kind = rng.choice(SHAPES), rng.choice(DTYPES)
         if rng.random() < 0.6:
             text = text.replace("(40, 3)", shape)
         if rng.random() < 0.5:
@@ -493,16 +471,8 @@ class Command:
 
     ODD = ("", "-1", "0", "nan", "1e999", "x" * 5000, "a\nb", "\x1b[31m", "é", "=", "a=b", "=x.npy", ",", ",,",
            "--", "-", "/dev/null", "/dev/zero", "pipe.npy", "nowhere/x", ".", "..", "words.txt", "saved", "run.json", "x.npy", "99999999999999999999", "True", "None", "~", "*")  # fmt: skip
-    MODELS = (
-        "fuzz_targets:good",
-        "fuzz_targets:bare",
-        "fuzz_targets:model",
-        "fuzz_targets:nothing",
-        "saved",
-        "fuzz_targets:",
-        ":",
-        "os:getcwd",
-    )
+    MODELS = ("fuzz_targets:good", "fuzz_targets:bare", "fuzz_targets:model", "fuzz_targets:nothing",
+              "saved", "fuzz_targets:", ":", "os:getcwd")  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -561,14 +531,9 @@ class Command:
     def _audit(self, rng: random.Random, pick: Callable[..., str]) -> list[str]:
         """What follows `audit`."""
         words = [pick(*self.MODELS), "--data", pick("x.npy", "x.npy", "a=x.npy", "b=saved")]
-        words += [
-            "--budget",
-            pick("quick"),
-            "--probes",
-            pick("reconstruction", "consistency", "reconstruction,log_det"),
-            "--time",
-            pick("3", "0.01"),
-        ]
+        words += ["--budget", pick("quick")]
+        words += ["--probes", pick("reconstruction", "consistency", "reconstruction,log_det")]
+        words += ["--time", pick("3", "0.01")]
         for option, good in (
             ("--ood", ("", "uniform", "uniform:2", "scaled:1e30", "gaussian,rademacher")),
             ("--require", ("sampling", "likelihood")), ("--bits", ("8", "33")), ("--device", ("cpu", "meta", "cuda:99", "mps")),
@@ -608,9 +573,8 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        np.save(
-            folder / "x.npy", np.random.default_rng(0).standard_normal((700, 4)).astype(np.float32)
-        )  # enough for `safe`
+        x = np.random.default_rng(0).standard_normal((700, 4))  # enough for `safe`
+        np.save(folder / "x.npy", x.astype(np.float32))
 
     def run(self, k: int, rng: random.Random, folder: Path) -> str:
         failure = self.FAILURES[k % len(self.FAILURES)]
@@ -621,24 +585,9 @@ class Model:
         sys.modules.pop("fuzz_model", None)
         os.chdir(folder)
         out = folder / "run.json"
-        words = [
-            "audit",
-            "fuzz_model:make",
-            "--data",
-            str(self.folder / "x.npy"),
-            "--ood",
-            "",
-            "--budget",
-            "quick",
-            "--time",
-            "4",
-        ]
-        words += [
-            "--probes",
-            "consistency,reconstruction,likelihood,log_det,blame,sampling,precision,gradient_angle",
-            "--out",
-            str(out),
-        ]
+        words = ["audit", "fuzz_model:make", "--data", str(self.folder / "x.npy"), "--ood", ""]
+        words += ["--budget", "quick", "--time", "4", "--out", str(out)]
+        words += ["--probes", "consistency,reconstruction,likelihood,log_det,blame,sampling,precision,gradient_angle"]
         found = ended_well([*words, "--require", "likelihood"])
         if found == "accepted" and (not out.exists() or (folder / "ended").exists()):
             return f"{failure} in {where}, call {call}: exit code 0 without a record, or although the model ended the program"
@@ -804,13 +753,8 @@ def fuzz(kind: str, cases: int, seed: int, jobs: int) -> dict[str, Any]:
                 if found in counts:
                     counts[found] += 1
                 else:
-                    kept = (
-                        hangs
-                        if found.startswith("hang")
-                        else flips
-                        if found.startswith("a flipped bit")
-                        else tracebacks
-                    )
+                    kinds = {"hang": hangs, "a flipped bit": flips}
+                    kept = next((kept for kind, kept in kinds.items() if found.startswith(kind)), tracebacks)
                     kept.append({"case": worker.case, "found": found[-1500:]})
                     print(f"{kind} {worker.case}: {found[-1500:]}", file=sys.stderr)
                 worker.case, running = None, running - 1

@@ -213,18 +213,11 @@ def points_of(box: Box, count: int = 3) -> Tensor:
     shape = (count, *box.shape)
     inside = torch.rand(shape, dtype=torch.float64)
     corners = (torch.rand(shape) < 0.5).double()
-    near = 10 ** (torch.rand(count, *[1] * len(box.shape), dtype=torch.float64) * -12) * torch.randn(
-        shape, dtype=torch.float64
-    )
-    center, radius = box.center, box.high / 2 - box.low / 2
-    near = center + near.clamp(-1, 1) * radius
-    spread = (
-        box.low * (1 - inside) + box.high * inside,
-        box.low * (1 - corners) + box.high * corners,
-        near,
-        center[None],
-    )
-    return torch.clamp(torch.cat(spread), box.low, box.high)
+    size = 10 ** (torch.rand(count, *[1] * len(box.shape), dtype=torch.float64) * -12)
+    away = (size * torch.randn(shape, dtype=torch.float64)).clamp(-1, 1)
+    near = box.center + away * (box.high / 2 - box.low / 2)
+    between = [box.low * (1 - share) + box.high * share for share in (inside, corners)]
+    return torch.clamp(torch.cat((*between, near, box.center[None])), box.low, box.high)
 
 
 def largest_gains(case: Case) -> tuple[dict[str, float], Tensor]:
@@ -249,9 +242,8 @@ def largest_gains(case: Case) -> tuple[dict[str, float], Tensor]:
         logs["forward"] = float((top.clamp_min(0).log() + unit.log()).max())
         logs["inverse"] = float((-bottom.log() - unit.log()).max())
     images = z.detach()
-    if (
-        case.latent and not case.exact.closed_form
-    ):  # preimages up to a tolerance only, which in a small box is all there is
+    if case.latent and not case.exact.closed_form:
+        # preimages up to a tolerance only, which in a small box is all there is
         return logs, images.fill_(math.nan)
     for name, log in _pairs(x.detach(), images).items():
         logs[name] = max(logs[name], log)
@@ -289,12 +281,9 @@ def compare(case: Case) -> Found:
     given = None if case.context is None else Box.point(case.context)
     for formula in FORMULAS:
         for where in ("box", "everywhere"):
-            if where == "everywhere":
-                if case.latent:
-                    continue
-                domain: dict = {}
-            else:
-                domain = {"latent" if case.latent else "domain": case.box}
+            if where == "everywhere" and case.latent:
+                continue
+            domain = {"latent" if case.latent else "domain": case.box} if where == "box" else {}
             try:
                 bound = case.model.bounds(**domain, context=given, formula=formula)
             except NoGlobalBound:
@@ -311,14 +300,8 @@ def compare(case: Case) -> Found:
                 found.by[f"{case.kind}, {case.dtype}"] += 1
                 found.closest = max(found.closest, (gain - proven) / math.log(10))
                 if gain > proven:
-                    found.findings.append(
-                        {
-                            **case.where(),
-                            "what": f"{formula} bound {where}, {direction}",
-                            "log10_bound": proven / math.log(10),
-                            "log10_gain": gain / math.log(10),
-                        }
-                    )
+                    row = {"what": f"{formula} bound {where}, {direction}", "log10_bound": proven / math.log(10)}
+                    found.findings.append({**case.where(), **row, "log10_gain": gain / math.log(10)})
             if where == "box":
                 good = torch.isfinite(images).flatten(1).all(1)
                 slack = 1e-9 * images.abs().flatten(1).amax(1)[good]
@@ -342,16 +325,12 @@ def run(task: tuple[int, int, int]) -> Found:
             total.refused[case] += 1
             continue
         try:
-            total.add(_numbered(compare(case), seed, index))
+            found = compare(case)
+            found.findings = [finding | {"seed": seed, "index": index} for finding in found.findings]
+            total.add(found)
         except BilipError as error:
             total.refused[f"{type(error).__name__}: {case.name}"[:80]] += 1
     return total
-
-
-def _numbered(found: Found, seed: int, index: int) -> Found:
-    for finding in found.findings:
-        finding.update(seed=seed, index=index)
-    return found
 
 
 def search(comparisons: int, *, seed: int = 0, jobs: int = 1, progress=lambda found: None) -> Found:

@@ -21,13 +21,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from _measure import in_turns, options, write
+from _measure import cpu_name, in_turns, options, write
 from bilip.models import glow
 from bilip.nets import ConvNet
 
@@ -44,17 +45,11 @@ class Contestant:
     differs: str
 
 
-def build_bilip(blocks: int, hidden: int, device: str) -> Contestant:
-    model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity")
-    differs = "mixing by a learned full matrix, inverted in float64"
-    return Contestant(model, model.forward_and_log_det, model.inverse_and_log_det, differs)
-
-
-def build_bilip_shuffle(blocks: int, hidden: int, device: str) -> Contestant:
-    model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity", mixing="shuffle")
-    return Contestant(
-        model, model.forward_and_log_det, model.inverse_and_log_det, "mixing by a fixed random permutation"
-    )
+def build_bilip(blocks: int, hidden: int, device: str, *, permute: bool = False) -> Contestant:
+    mixing = "shuffle" if permute else "conv1x1"
+    model = glow(SHAPE, levels=LEVELS, blocks=blocks, hidden=hidden, actnorm="identity", mixing=mixing)
+    way = "a fixed random permutation" if permute else "a learned full matrix, inverted in float64"
+    return Contestant(model, model.forward_and_log_det, model.inverse_and_log_det, f"mixing by {way}")
 
 
 def build_freia(blocks: int, hidden: int, device: str, *, permute: bool = False) -> Contestant:
@@ -72,14 +67,8 @@ def build_freia(blocks: int, hidden: int, device: str, *, permute: bool = False)
             else:
                 model.append(Fixed1x1Conv, M=torch.linalg.qr(torch.randn(channels, channels))[0])
             model.append(AffineCouplingOneSided, subnet_constructor=lambda a, b: ConvNet(a, b, hidden=hidden))
-    mixing = (
-        "a fixed random permutation" if permute else "a fixed matrix: no gradient, determinant or solve, so less work"
-    )
-    return Contestant(model, model, lambda z: model(z, rev=True), f"mixing by {mixing}; scale exp(1.27 atan s)")
-
-
-def build_freia_shuffle(blocks: int, hidden: int, device: str) -> Contestant:
-    return build_freia(blocks, hidden, device, permute=True)
+    way = "random permutation" if permute else "matrix: no gradient, determinant or solve, so less work"
+    return Contestant(model, model, lambda z: model(z, rev=True), f"mixing by a fixed {way}; scale exp(1.27 atan s)")
 
 
 def build_nflows(blocks: int, hidden: int, device: str) -> Contestant:
@@ -119,8 +108,8 @@ BUILDERS = {
     "FrEIA": build_freia,
     "nflows": build_nflows,
     "normflows": build_normflows,
-    "bilip, shuffle": build_bilip_shuffle,
-    "FrEIA, shuffle": build_freia_shuffle,
+    "bilip, shuffle": partial(build_bilip, permute=True),
+    "FrEIA, shuffle": partial(build_freia, permute=True),
 }
 # FrEIA has no learned 1x1 convolution. It enters twice: with a fixed matrix, which does less work than the learned one of bilip that it is
 # compared with, and with a permutation, where both sides do the same.
@@ -194,10 +183,8 @@ def measure(contestants: dict[str, Contestant], task: str, x: Tensor, args: argp
 
 
 def environment(device: str) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 import bilip
+from _measure import cpu_name
 from bilip import Flow, models
 from bilip.blocks import Chain, Residual
 from bilip.data import checkerboard
@@ -172,18 +171,10 @@ def record(folder: Path, name: str, settings: dict, tried: list[dict]) -> None:
         "selection": "the first seed of the command; the others are reported, not chosen from",
         "trials": TRIALS.get(name, "none"),
         "versions": {"bilip": bilip.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "cpu": cpu(),
+        "cpu": cpu_name(),
         "threads": 1,
     }
     (folder / "trained.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-def cpu() -> str:
-    if sys.platform == "linux" and os.path.exists("/proc/cpuinfo"):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -105,11 +105,8 @@ def guarded() -> Iterator[tuple[str, Any]]:
         for size in (1.0, 1e4):
             torch.manual_seed(0)
             trunk = make()
-            x = (
-                size * torch.randn(8, 6)
-                if name == "real_nvp"
-                else size * torch.randn(8, 3, *((4, 4) if name == "residual" else (8, 8)))
-            )
+            shape = {"real_nvp": (6,), "residual": (3, 4, 4)}.get(name, (3, 8, 8))
+            x = size * torch.randn(8, *shape)
             trunk(x.sigmoid() if name == "residual" else x)
             wrapped = bilip.Reversible(trunk)
             optimizer = torch.optim.Adam(trunk.parameters(), 1e-2)
@@ -143,31 +140,16 @@ def recipes(wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
             np.savez(root / f"cifar10_{split}.npz", x=x, y=rng.integers(0, 10, count, dtype=np.uint8))
         np.savez(root / "celeba64.npz", x=rng.integers(0, 256, (400, 64, 64, 3), dtype=np.uint8))
         for name, (parts, settings) in ((name, SMALL[name]) for name in wanted):
-            command = [
-                sys.executable,
-                "-m",
-                "bilip",
-                "reproduce",
-                name,
-                "--size",
-                "quick",
-                "--device",
-                "cpu",
-                "--jobs",
-                "1",
-            ]
+            command = [sys.executable, "-m", "bilip", "reproduce", name, "--size", "quick"]
+            command += ["--device", "cpu", "--jobs", "1"]
             command += ["--data", str(root), "--out", str(root / name)] + (["--parts", parts] if parts else [])
             for setting in settings:
                 command += ["--set", setting]
             done = subprocess.run(command, capture_output=True, text=True)
             files = [root / name / "ours.json", *sorted((root / name / "parts").glob("*.json"))]
             found = {path.name: json.loads(path.read_text()) for path in files if path.exists()}
-            yield (
-                name,
-                found
-                if done.returncode == 0
-                else {"exit": done.returncode, "said": done.stderr[-400:].replace(folder, "")},
-            )
+            failed = {"exit": done.returncode, "said": done.stderr[-400:].replace(folder, "")}
+            yield name, failed if done.returncode else found
 
 
 SECTIONS = ("bounds", "guard", "audits", "recipes")

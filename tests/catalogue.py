@@ -237,6 +237,44 @@ class Map(Bijection):
         return super().inverse_and_log_det(z) if self.log_det_back is None else (self.inverse(z), self.log_det_back(z))
 
 
+def louder(kind, name):
+    """A subclass whose method `name` gives 100 times what it gave."""
+    method = getattr(kind, name)
+    return type("Louder", (kind,), {name: lambda self, *given: 100 * method(self, *given), "__module__": __name__})
+
+
+def patched(module, name):
+    """The module with a method of its own, which gives 100 times what that of its class gives."""
+    original = getattr(module, name)
+    object.__setattr__(module, name, lambda *given: 100 * original(*given))
+    return module
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, given, output: 100 * output)
+    return module
+
+
+def pre_hooked(module):
+    module.register_forward_pre_hook(lambda module, given: (100 * given[0], *given[1:]))
+    return module
+
+
+def saved_bytes(call):
+    """What autograd keeps for the backward pass of what a call gives, each tensor once, parameters left out."""
+    kept = {}
+
+    def pack(t):
+        if not isinstance(t, nn.Parameter):
+            kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    assert result.requires_grad
+    return sum(kept.values())
+
+
 def zeros(x):
     """The log-determinant of a map that keeps volumes."""
     return x.new_zeros(len(x))

@@ -112,17 +112,19 @@ def bilip_flow(log_scale: float = -5.0, blocks: int = 8) -> Any:
     return steep(flow(real_nvp(4, blocks=blocks, hidden=(16,), scale="sigmoid")), log_scale)
 
 
-def nflows_flow(log_scale: float = -4.0, blocks: int = 8) -> Any:
+def nflows_flow(log_scale: float = -4.0, blocks: int = 8, context: int | None = None) -> Any:
     from nflows import distributions, flows, transforms
     from nflows.nn.nets import ResidualNet
 
-    parts = [
-        transforms.AffineCouplingTransform(
-            [(k + j) % 2 for j in range(4)], lambda i, o: ResidualNet(i, o, 16, num_blocks=1)
-        )
-        for k in range(blocks)
-    ]
-    return steep(flows.Flow(transforms.CompositeTransform(parts), distributions.StandardNormal([4])), log_scale)
+    def shift_and_scale(inputs: int, outputs: int) -> nn.Module:
+        return ResidualNet(inputs, outputs, 16, num_blocks=1, context_features=context)
+
+    masks = [[(k + j) % 2 for j in range(4)] for k in range(blocks)]
+    parts = [transforms.AffineCouplingTransform(mask, shift_and_scale) for mask in masks]
+    base = distributions.StandardNormal([4])
+    if context:
+        base = distributions.ConditionalDiagonalNormal([4], context_encoder=nn.Linear(context, 8))
+    return steep(flows.Flow(transforms.CompositeTransform(parts), base), log_scale)
 
 
 def normflows_flow(log_scale: float = -5.0, blocks: int = 8) -> Any:

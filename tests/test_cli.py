@@ -60,9 +60,6 @@ class Silent(Lossy):
     def inverse(self, z, context=None):
         raise NotImplementedError("not written yet")
 
-def no_inverse():
-    return Silent()
-
 def plain_net():
     return nn.Linear(4, 4)
 
@@ -78,34 +75,25 @@ def leaves():
 def needs_an_argument(path):
     return path
 
-class Impatient(Lossy):
-    calls = 0
+class Ends(Lossy):
+    def __init__(self, error, after):
+        super().__init__()
+        self.error, self.left = error, after
 
     def inverse(self, z, context=None):
-        Impatient.calls += 1
-        if Impatient.calls > 3:
-            raise KeyboardInterrupt
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
         return z
+
+def ends(error=SystemExit(0), after=2):
+    return bilip.Flow(bilip.Chain(Ends(error, after), shape=(4,)))
+
+def ends_at_once():
+    return ends(after=0)
 
 def impatient():
-    Impatient.calls = 0
-    return bilip.Flow(bilip.Chain(Impatient(), shape=(4,)))
-
-class Leaver(Lossy):
-    calls = 0
-
-    def inverse(self, z, context=None):
-        Leaver.calls += 1
-        if Leaver.calls > self.after:
-            sys.exit(0)
-        return z
-
-def leaver(after=2):
-    Leaver.calls, Leaver.after = 0, after
-    return bilip.Flow(bilip.Chain(Leaver(), shape=(4,)))
-
-def leaver_at_once():
-    return leaver(0)
+    return ends(KeyboardInterrupt(), 3)
 
 class Exits(Lossy):
     def inverse(self, z, context=None):
@@ -126,9 +114,6 @@ class Quitter(Lossy):
 
     log_lip = log_lip_inverse = interval = interval_inverse = leave
 
-def quitter():
-    return Quitter()
-
 def empty():
     return models.real_nvp(4, blocks=1).to("meta")
 
@@ -136,15 +121,9 @@ class Elsewhere(Lossy):
     def forward(self, x, context=None):
         return x.to("meta")
 
-def elsewhere():
-    return Elsewhere()
-
 class Stubborn(Lossy):
     def train(self, mode=True):
         raise RuntimeError("always in training")
-
-def stubborn():
-    return Stubborn()
 
 class Speechless(Exception):
     def __str__(self):
@@ -153,9 +132,6 @@ class Speechless(Exception):
 class Mute(Lossy):
     def forward(self, x, context=None):
         raise Speechless
-
-def mute():
-    return Mute()
 
 def terminated():
     import os, signal
@@ -225,39 +201,47 @@ def bilip_(folder, monkeypatch, capfd):
     return command_line(monkeypatch, capfd)
 
 
-def process(*args, cwd, **options):
-    command = [sys.executable, "-m", "bilip", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900, **options)
+COMMAND = [sys.executable, "-m", "bilip"]
+
+
+def process(*args, cwd):
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, cwd=cwd, timeout=900)
 
 
 AUDIT = ["audit", "cli_targets:additive", "--data", "x.npy", "--ood", "", "--budget", "quick"]
 QUICK = [*AUDIT, "--probes", "consistency,reconstruction,likelihood,log_det"]
+SAMPLED = [*AUDIT, "--probes", "consistency,reconstruction,likelihood,log_det,sampling"]
 
 
 def instead(old, new, base=QUICK):
     return [new if part == old else part for part in base]
 
 
+def of(target, base=QUICK):
+    """The same of another model."""
+    return instead("cli_targets:additive", f"cli_targets:{target}", base)
+
+
 BAD = [
     ("no such module", instead("cli_targets:additive", "absent_module:model"), "No module named 'absent_module'"),
-    ("no such function", instead("cli_targets:additive", "cli_targets:absent"), "has no 'absent'"),
+    ("no such function", of("absent"), "has no 'absent'"),
     ("no such folder", instead("cli_targets:additive", "nowhere"), "neither a checkpoint folder nor"),
     ("module raises", instead("cli_targets:additive", "cli_fails:model"), "'cli_fails' raised ZeroDivisionError"),
     ("module needs", instead("cli_targets:additive", "cli_needs:model"), "No module named 'surely_not_installed'"),
-    ("loader raises", instead("cli_targets:additive", "cli_targets:broken"), "RuntimeError: first line second line"),
-    ("loader exits", instead("cli_targets:additive", "cli_targets:leaves"), "SystemExit: weights are missing"),
-    ("loader wants", instead("cli_targets:additive", "cli_targets:needs_an_argument"), "missing 1 required"),
-    ("not a model", instead("cli_targets:additive", "cli_targets:nothing"), "gave an object of type int"),
-    ("no inverse", instead("cli_targets:additive", "cli_targets:plain_net"), "has no inverse"),
-    ("inverse unwritten", instead("cli_targets:additive", "cli_targets:no_inverse"), "the inverse of"),
-    ("model leaves", instead("cli_targets:additive", "cli_targets:quitter"), "SystemExit: 0"),
-    ("model is empty", instead("cli_targets:additive", "cli_targets:empty"), "on the device meta"),
-    ("latents are elsewhere", instead("cli_targets:additive", "cli_targets:elsewhere"), "gave one on meta"),
-    ("always training", instead("cli_targets:additive", "cli_targets:stubborn"), "cannot be put into evaluation mode"),
-    ("error without words", instead("cli_targets:additive", "cli_targets:mute"), "Speechless"),
+    ("loader raises", of("broken"), "RuntimeError: first line second line"),
+    ("loader exits", of("leaves"), "SystemExit: weights are missing"),
+    ("loader wants", of("needs_an_argument"), "missing 1 required"),
+    ("not a model", of("nothing"), "gave an object of type int"),
+    ("no inverse", of("plain_net"), "has no inverse"),
+    ("inverse unwritten", of("Silent"), "the inverse of"),
+    ("model leaves", of("Quitter"), "SystemExit: 0"),
+    ("model is empty", of("empty"), "on the device meta"),
+    ("latents are elsewhere", of("Elsewhere"), "gave one on meta"),
+    ("always training", of("Stubborn"), "cannot be put into evaluation mode"),
+    ("error without words", of("Mute"), "Speechless"),
     ("moved to nowhere", [*QUICK, "--device", "meta"], "on the device meta"),
     ("time", [*QUICK, "--time", "0"], "time=0.0"),
-    ("bounds: model leaves", ["bounds", "cli_targets:quitter"], "ended the program (SystemExit: 0)"),
+    ("bounds: model leaves", ["bounds", "cli_targets:Quitter"], "ended the program (SystemExit: 0)"),
     ("bounds: model is empty", ["bounds", "cli_targets:empty"], "on the device meta"),
     ("report: device", ["report", "/dev/zero"], "/dev/zero cannot be read (it is a device)"),
     ("data: device", instead("x.npy", "x=/dev/zero"), "not of a kind that is read here"),
@@ -273,7 +257,7 @@ BAD = [
     ("features", instead("x.npy", "three.npy"), "(4, 3)"),
     ("shapes", [*QUICK, "--data", "three.npy"], "differ in shape"),
     ("two of one name", [*QUICK, "--data", "x=three.npy"], "two sources are called 'x'"),
-    ("no context", instead("cli_targets:additive", "cli_targets:conditional"), "context"),
+    ("no context", of("conditional"), "context"),
     ("budget", instead("quick", "huge"), "'quick', 'standard', 'thorough'"),
     ("probe", [*AUDIT, "--probes", "telepathy"], "unknown probe 'telepathy'"),
     ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected inversion, sampling, likelihood"),
@@ -322,19 +306,17 @@ def test_bad_input_is_one_line_and_exit_code_two(bilip_, folder, args, says):
     ("args", "says"),
     [
         (instead("x.npy", "nan.npy"), "sample 7 holds NaN or Inf"),
-        (instead("cli_targets:additive", "cli_targets:broken"), "RuntimeError: first line second line"),
+        (of("broken"), "RuntimeError: first line second line"),
     ],
 )
 @pytest.mark.process
 def test_bad_input_in_a_process_of_its_own(made, args, says):
-    (made / "left.json").unlink(missing_ok=True)
-    result = process(*args, "--out", "left.json", cwd=made)
-    assert result.returncode == 2
+    result = process(*args, "--out", "process.json", cwd=made)
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("bilip: ")
     assert result.stderr.count("\n") == 1
     assert says in result.stderr
-    assert result.stdout == ""
-    assert not (made / "left.json").exists()
+    assert not (made / "process.json").exists()
 
 
 @pytest.mark.parametrize(("target", "code"), [("exits", 1), ("exits_at_once", 2)])
@@ -371,15 +353,7 @@ def test_usage_errors_end_with_two_as_well(bilip_):
 
 
 def test_an_audit_writes_record_and_page(bilip_, folder):
-    args = [
-        *AUDIT,
-        "--probes",
-        "consistency,reconstruction,likelihood,log_det,sampling",
-        "--ood",
-        "uniform,copy",
-        "--data",
-        "copy=x.npy",
-    ]
+    args = [*SAMPLED, "--ood", "uniform,copy", "--data", "copy=x.npy"]
     code, out, err = bilip_(*args, "--out", "run.json", "--html", "run.html")
     assert (code, err) == (0, "")
     assert "wrote run.json" in out
@@ -417,22 +391,13 @@ def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
     ],
 )
 def test_the_gate(bilip_, folder, target, required, code, says):
-    args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
-    found, _, err = bilip_(
-        *args,
-        "--probes",
-        "consistency,reconstruction,likelihood,log_det,sampling",
-        "--require",
-        required,
-        "--out",
-        "g.json",
-    )
+    found, _, err = bilip_(*of(target, SAMPLED), "--require", required, "--out", "g.json")
     assert (found, err) == (code, says)
     assert set(AuditRecord.load(folder / "g.json").verdicts) == set(USES)
 
 
 def test_ctrl_c_leaves_what_was_measured(bilip_, folder):
-    args = instead("cli_targets:additive", "cli_targets:impatient", AUDIT)
+    args = of("impatient", AUDIT)
     code, _, err = bilip_(*args, "--probes", "reconstruction,sampling", "--out", "part.json", "--html", "part.html")
     assert code == 130
     assert err == "bilip: stopped\n"
@@ -455,39 +420,26 @@ def test_ctrl_c_before_anything_was_measured(bilip_, monkeypatch, folder):
 @pytest.mark.parametrize(
     ("target", "required", "code"),
     [
-        ("leaver", "likelihood", 1),
-        ("leaver", "", 0),
-        ("leaver_at_once", "sampling", 1),
-        ("leaver_at_once", "likelihood", 1),
+        ("ends", "likelihood", 1),
+        ("ends", "", 0),
+        ("ends_at_once", "sampling", 1),
+        ("ends_at_once", "likelihood", 1),
     ],
 )
 def test_a_model_that_ends_the_program_never_passes_the_gate(bilip_, folder, target, required, code):
-    (folder / "left.json").unlink(missing_ok=True)
-    args = instead("cli_targets:additive", f"cli_targets:{target}", AUDIT)
-    found, _, err = bilip_(
-        *args, "--probes", "consistency,reconstruction,log_det", "--require", required, "--out", "left.json"
-    )
+    probes = ["--probes", "consistency,reconstruction,log_det"]
+    found, _, err = bilip_(*of(target, AUDIT), *probes, "--require", required, "--out", "ended.json")
     assert found == code, err
-    record = AuditRecord.load(folder / "left.json")
-    assert record.verdicts["likelihood"].status != "safe"
-    (folder / "left.json").unlink()
+    assert AuditRecord.load(folder / "ended.json").verdicts["likelihood"].status != "safe"
+    (folder / "ended.json").unlink()
 
 
 def test_sigterm_leaves_what_was_measured(made):
     """Also where the model swallows the interrupt."""
     for name in ("slow.txt", "term.json"):
         (made / name).unlink(missing_ok=True)
-    args = instead("cli_targets:additive", "cli_targets:slow", AUDIT)
-    command = [
-        sys.executable,
-        "-m",
-        "bilip",
-        *args,
-        "--probes",
-        "reconstruction,sampling,log_det",
-        "--out",
-        "term.json",
-    ]
+    args = of("slow", AUDIT)
+    command = [*COMMAND, *args, "--probes", "reconstruction,sampling,log_det", "--out", "term.json"]
     process = subprocess.Popen(command, cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
     while not (made / "slow.txt").exists() and time.monotonic() < end:
@@ -580,23 +532,24 @@ def test_a_checkpoint_without_checksum_is_a_note_of_one_line(bilip_, folder):
 
 
 def test_contexts_come_with_the_file(bilip_, folder):
-    args = instead("x.npy", "pair.npz", instead("cli_targets:additive", "cli_targets:conditional"))
+    args = instead("x.npy", "pair.npz", of("conditional"))
     code, _, err = bilip_(*args, "--require", "likelihood")
     assert code == 0, err
 
 
-def test_global_bounds_of_a_function_and_of_a_checkpoint(bilip_):
-    for target in ("cli_targets:additive", "saved"):
-        code, out, err = bilip_("bounds", target)
-        assert code == 0, err
-        assert out.count("AdditiveCoupling") == 3
-        assert "total F" in out
-
-
-def test_bounds_of_a_residual_flow(bilip_):
-    code, out, err = bilip_("bounds", "cli_targets:residual")
+@pytest.mark.parametrize(
+    ("target", "kind", "count"),
+    [
+        ("cli_targets:additive", "AdditiveCoupling", 3),
+        ("saved", "AdditiveCoupling", 3),
+        ("cli_targets:residual", "Residual", 2),
+    ],
+)
+def test_global_bounds_of_a_function_and_of_a_checkpoint(bilip_, target, kind, count):
+    code, out, err = bilip_("bounds", target)
     assert code == 0, err
-    assert out.count("Residual") == 2
+    assert out.count(kind) == count
+    assert "total F" in out
 
 
 def test_boxes_formulas_and_json(bilip_, folder):

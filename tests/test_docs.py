@@ -13,90 +13,18 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = [
-    "bilip.bounds",
-    "bilip.blocks",
-    "bilip.nets",
-    "bilip.models",
-    "bilip.testing",
-    "bilip.nets.activations",
-    "bilip.adapters",
-    "bilip.auditing.probes",
-    "bilip.data",
-    "bilip.record",
-    "bilip.report",
-    "bilip.auditing.audit",
-    "bilip.auditing.verdicts",
-    "bilip.demo",
-    "bilip.reversible",
-    "bilip.regularizers",
-    "bilip.objectives",
-    "bilip.training",
-    "bilip.recipes",
-    "bilip.figures",
-    "bilip.cures",
-]
+ROOMS = """
+bounds blocks nets models testing nets.activations adapters auditing.probes data record report auditing.audit
+auditing.verdicts demo reversible regularizers objectives training recipes figures cures
+"""
 # Values, records and abstract classes: explained where they are made.
-NO_EXAMPLE = {
-    "RUNGS",
-    "Advice",
-    "Demo",
-    "remedy",
-    "run_demo",
-    "Attempt",
-    "Design",
-    "NonFinite",
-    "Rung",
-    "Watch",
-    "restore",
-    "Partition",
-    "Scale",
-    "ExpScale",
-    "Facts",
-    "Gains",
-    "BlockBound",
-    "Classifier",
-    "as_float64",
-    "log_of",
-    "log_sum",
-    "log_product",
-    "activations",
-    "load",
-    "Solution",
-    "facts",
-    "AttackResult",
-    "AttackRun",
-    "Extremes",
-    "Finding",
-    "Task",
-    "Outcome",
-    "SingularValues",
-    "TrustFlags",
-    "Picture",
-    "Status",
-    "Verdict",
-    "environment",
-    "write_aside",
-    "Change",
-    "Comparison",
-    "VerdictChange",
-    "Budget",
-    "StabilityRow",
-    "GuardReport",
-    "DriftWarning",
-    "Latent",
-    "SkippedSamples",
-    "Trained",
-    "Line",
-    "Measured",
-    "Recipe",
-    "Work",
-    "SIZES",
-    "write_json",
-    "read_state",
-    "load_weights",
-    "read_log",
-}
+NO_EXAMPLE = """
+Advice AttackResult AttackRun Attempt BlockBound Budget Change Classifier Comparison Demo Design DriftWarning
+ExpScale Extremes Facts Finding Gains GuardReport Latent Line Measured NonFinite Outcome Partition Picture RUNGS
+Recipe Rung SIZES Scale SingularValues SkippedSamples Solution StabilityRow Status Task Trained TrustFlags Verdict
+VerdictChange Watch Work activations as_float64 environment facts load load_weights log_of log_product log_sum
+read_log read_state remedy restore run_demo write_aside write_json
+"""
 
 
 @pytest.mark.slow
@@ -118,16 +46,16 @@ def test_the_readme_is_one_page_that_begins_with_an_audit():
     assert "zuko" in first
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ROOMS.split())
 def test_everything_public_is_explained(room):
-    module = importlib.import_module(room)
+    module = importlib.import_module(f"bilip.{room}")
     for name in module.__all__:
         thing = getattr(module, name)
         if not (inspect.isclass(thing) or inspect.isfunction(thing)):
             continue
         text = inspect.getdoc(thing) or ""
         assert len(text) > 20, f"{room}.{name} has no docstring"
-        if name not in NO_EXAMPLE:
+        if name not in NO_EXAMPLE.split():
             assert ">>>" in text, f"{room}.{name} has no example"
 
 
@@ -184,18 +112,8 @@ def test_the_guide_states_the_budgets_and_thresholds():
 
     text = (ROOT / "docs" / "audit.md").read_text()
     table = [[cell.strip().replace(" ", "") for cell in line.split("|")[2:5]] for line in text.splitlines()]
-    for field in (
-        "samples",
-        "noise",
-        "draws",
-        "walk",
-        "spectra",
-        "exact",
-        "steps",
-        "precision",
-        "repeats",
-        "gradients",
-    ):
+    fields = ("samples", "noise", "draws", "walk", "spectra", "exact", "steps", "precision", "repeats", "gradients")
+    for field in fields:
         numbers = [str(getattr(BUDGETS[name], field)).replace("None", "all") for name in BUDGETS]
         assert numbers in table, f"{field}: {numbers}"
     assert [f"{b.attack},{b.attack_steps}" for b in BUDGETS.values()] in table
@@ -355,17 +273,11 @@ def enter(path: Path, opening: str, line: str) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_block_an_adapter_and_a_recipe_take_three_steps_each(tmp_path):
-    for name in (
-        "pyproject.toml",
-        "conftest.py",
-        "tests/conftest.py",
-        "tests/catalogue.py",
-        "tests/test_contract.py",
-        "tests/adapters",
-    ):
+    wanted = ("pyproject.toml", "conftest.py", "tests/catalogue.py", "tests/test_contract.py", "tests/adapters")
+    for name in wanted:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif (ROOT / name).exists():
+        else:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))

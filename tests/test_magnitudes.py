@@ -29,16 +29,17 @@ def linear_residual(factor=0.9, size=2, dtype=D):
 # ---- numbers
 
 
-@pytest.mark.parametrize("size", [1e-320, 1e-200, 1.0, 1e200, 1e307])
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-30, 1.0, 1e150, 1e200, 1e307])
 def test_norms_of_samples_of_any_size(size):
-    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=D) * size
-    true = mpmath.sqrt(sum(mpmath.mpf(v) ** 2 for v in x[0].tolist()))
-    found = norms(x)
-    assert true <= found[0].item() <= true * (1 + 1e-14) + 1e-323
-    assert found[1] == 0
-    assert (
-        norms(torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [1.7e308, 1.7e308]], dtype=D)).tolist() == [math.inf] * 3
-    )
+    x = torch.tensor([[3.0, 4.0], [0.6, -0.8], [0.0, 1.0], [0.0, 0.0]], dtype=D) * size
+    with mpmath.workdps(50):
+        for row, found in zip(x.tolist(), norms(x).tolist(), strict=True):
+            true = mpmath.sqrt(sum(mpmath.mpf(v) ** 2 for v in row))
+            assert true * (1 - mpmath.mpf(2) ** -60) <= found <= true * (1 + 1e-14) + 1e-323
+    assert norms(x)[-1] == 0
+    lost = torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [1.7e308, 1.7e308]], dtype=D)
+    assert norms(lost).tolist() == [math.inf] * 3
+    assert norms(torch.zeros(2, 0, dtype=D)).tolist() == [0.0, 0.0]
 
 
 def test_a_positive_constant_is_not_rounded_to_zero():

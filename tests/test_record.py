@@ -69,13 +69,8 @@ def test_numbers_that_are_not_finite_are_words_and_words_stay_words():
 
 
 def test_numbers_of_numpy_and_torch_are_numbers():
-    values = {
-        "a": np.float32(0.5),
-        "b": np.int64(3),
-        "c": torch.tensor(2.0),
-        "d": np.bool_(True),
-        "e": np.float64("inf"),
-    }
+    values = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(2.0)}
+    values |= {"d": np.bool_(True), "e": np.float64("inf")}
     back = AuditRecord.from_json(AuditRecord(measurements=(Measurement("own", values=values),)).to_json())
     assert dict(back.measurements[0].values) == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": math.inf}
     with pytest.raises(RecordError, match="not a Tensor: convert it first"):
@@ -109,15 +104,14 @@ def test_bare_words_are_refused(word):
         AuditRecord.from_json(GOOD.to_json().replace('"a": 1.0', f'"a": {word}'))
 
 
-@pytest.mark.parametrize("schema", [0, -1, 1.5, "1", None])
-def test_no_schema_is_refused(schema):
-    with pytest.raises(RecordError, match="expected a number from 1"):
+OTHER = [(schema, "expected a number from 1") for schema in (0, -1, 1.5, "1", None)]
+NEWER = (SCHEMA + 1, rf"schema {SCHEMA + 1}; this bilip reads up to {SCHEMA}. Upgrade bilip")
+
+
+@pytest.mark.parametrize(("schema", "said"), [*OTHER, NEWER])
+def test_no_schema_and_a_newer_one_are_refused(schema, said):
+    with pytest.raises(RecordError, match=said):
         AuditRecord.from_json(json.dumps({**json.loads(GOOD.to_json()), "schema": schema}))
-
-
-def test_a_newer_schema_is_refused():
-    with pytest.raises(RecordError, match=rf"schema {SCHEMA + 1}; this bilip reads up to {SCHEMA}. Upgrade bilip"):
-        AuditRecord.from_json(json.dumps({**json.loads(GOOD.to_json()), "schema": SCHEMA + 1}))
 
 
 def test_digits_without_end_are_refused():
@@ -261,14 +255,8 @@ def test_histograms_add_up():
     total = sum(map(Histogram.of, parts), Histogram())
     whole = Histogram.of([v for part in parts for v in part])
     assert total == whole
-    assert (total.count, total.infinite, total.nans, total.zeros, total.smallest, total.largest) == (
-        5,
-        1,
-        1,
-        1,
-        0.0,
-        2.0,
-    )
+    assert (total.count, total.infinite, total.nans, total.zeros) == (5, 1, 1, 1)
+    assert (total.smallest, total.largest) == (0.0, 2.0)
     assert total.share_above(1.0) == 0.6
     assert total.share_non_finite == 0.4
     assert math.isinf(total.quantile(0.9))

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_zoo.flows import (
-    FLOWS,
-    Spec,
-    bilip_flow,
+    flow,
     freia,
     freia_residual,
     mlp,
@@ -18,127 +16,125 @@ from flow_zoo.flows import (
     nflows_maf,
     normflows_coupling,
     pyro_parts,
+    real_nvp,
     zuko,
 )
 from flow_zoo.views import FrEIA, Pyro, View
 
 __all__ = ["HalfNet"]
 
-
-def planted(
-    name: str, defect: str, families: str, data: str, build: Any, plant: Any = lambda view: view, **options: Any
-) -> None:
-    FLOWS[name] = Spec(name, tuple(families.split(", ")), data, build, defect=defect, plant=plant, **options)
+Pair = tuple[Tensor, Tensor]
 
 
 # ---- nflows: transforms that lie
 
 
-def _wrapped(view: View, place: int, kind: Any) -> View:
-    parts = view.model._transform._transforms
-    parts[place] = kind(parts[place])
-    return view
-
-
-def _transform(base: Any = None) -> Any:
+def _lying() -> Any:
+    """A transform around another, with its image, what enters its inverse, and what that gives to be changed."""
     from nflows.transforms import Transform
 
-    class Wrapped(Transform):
+    class Lying(Transform):
         def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return self.inner(inputs, context=context)
+        def there(self, y: Tensor, log_det: Tensor) -> Pair:
+            return y, log_det
 
-        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return self.inner.inverse(inputs, context=context)
+        def before(self, y: Tensor) -> Tensor:
+            return y
 
-    return Wrapped
+        def back(self, x: Tensor, log_det: Tensor) -> Pair:
+            return x, log_det
+
+        def forward(self, inputs: Tensor, context: Tensor | None = None) -> Pair:
+            return self.there(*self.inner(inputs, context=context))
+
+        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> Pair:
+            return self.back(*self.inner.inverse(self.before(inputs), context=context))
+
+    return Lying
+
+
+def _wrapped(view: View, kind: Any, *places: int) -> View:
+    parts = view.model._transform._transforms
+    for place in places or range(len(parts)):
+        parts[place] = kind(parts[place])
+    return view
 
 
 def wrong_sign(view: View) -> View:
-    class WrongSign(_transform()):
-        def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            y, log_det = self.inner(inputs, context=context)
+    class WrongSign(_lying()):
+        def there(self, y: Tensor, log_det: Tensor) -> Pair:
             return y, -log_det
 
-        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            x, log_det = self.inner.inverse(inputs, context=context)
-            return x, -log_det
+        back = there
 
-    for place in range(len(view.model._transform._transforms)):
-        _wrapped(view, place, WrongSign)
-    return view
+    return _wrapped(view, WrongSign)
 
 
 def forgotten_scale(view: View) -> View:
     """A layer y = 1.02 x whose log-determinant nobody counts."""
 
-    class Forgotten(_transform()):
-        def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            y, log_det = self.inner(inputs, context=context)
+    class Forgotten(_lying()):
+        def there(self, y: Tensor, log_det: Tensor) -> Pair:
             return 1.02 * y, log_det
 
-        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return self.inner.inverse(inputs / 1.02, context=context)
+        def before(self, y: Tensor) -> Tensor:
+            return y / 1.02
 
-    return _wrapped(view, 1, Forgotten)
+    return _wrapped(view, Forgotten, 1)
 
 
 def inverse_off(view: View) -> View:
-    class Off(_transform()):
-        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            x, log_det = self.inner.inverse(inputs, context=context)
+    class Off(_lying()):
+        def back(self, x: Tensor, log_det: Tensor) -> Pair:
             return 1.01 * x, log_det
 
-    return _wrapped(view, 3, Off)
+    return _wrapped(view, Off, 3)
 
 
 def batch_statistics(view: View) -> View:
     """A normalisation that looks at the batch in evaluation mode too."""
 
-    class BatchStatistics(_transform()):
-        def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            y, log_det = self.inner(inputs, context=context)
+    class BatchStatistics(_lying()):
+        def there(self, y: Tensor, log_det: Tensor) -> Pair:
             mean, scale = y.mean(0), y.std(0) + 1e-3
             self.mean, self.scale = mean.detach(), scale.detach()
             return (y - mean) / scale, log_det - scale.log().sum()
 
-        def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            x, log_det = self.inner.inverse(inputs * self.scale + self.mean, context=context)
+        def before(self, y: Tensor) -> Tensor:
+            return y * self.scale + self.mean
+
+        def back(self, x: Tensor, log_det: Tensor) -> Pair:
             return x, log_det + self.scale.log().sum()
 
-    return _wrapped(view, 2, BatchStatistics)
+    return _wrapped(view, BatchStatistics, 2)
 
 
-planted(
-    "nflows-planted-sign-8", "the log-determinant has the wrong sign", "affine coupling", "table",
-    lambda: nflows_coupling("affine", 8, 6, 64), wrong_sign, steps=700,
-)  # fmt: skip
-planted(
-    "nflows-planted-forgotten-784", "a layer of scale 1.02 is not in the log-determinant", "affine coupling", "flat images",
-    lambda: nflows_coupling("affine", 784, 4, 128), forgotten_scale, steps=300, batch=128, cost=150,
-)  # fmt: skip
-planted(
-    "nflows-planted-inverse-2", "the inverse of one block is off by 1 %", "affine coupling", "moons",
-    lambda: nflows_coupling("affine", 2, 6, 64), inverse_off, steps=700,
-)  # fmt: skip
-planted(
-    "nflows-planted-batch-8", "batch statistics in evaluation mode", "additive", "table",
-    lambda: nflows_coupling("additive", 8, 6, 64), batch_statistics, steps=700,
-)  # fmt: skip
+flow(
+    "nflows-planted-sign-8", "affine coupling", "table",
+    defect="the log-determinant has the wrong sign", plant=wrong_sign, steps=700,
+)(lambda: nflows_coupling("affine", 8, 6, 64))  # fmt: skip
+flow(
+    "nflows-planted-forgotten-784", "affine coupling", "flat images",
+    defect="a layer of scale 1.02 is not in the log-determinant", plant=forgotten_scale, steps=300, batch=128, cost=150,
+)(lambda: nflows_coupling("affine", 784, 4, 128))  # fmt: skip
+flow(
+    "nflows-planted-inverse-2", "affine coupling", "moons",
+    defect="the inverse of one block is off by 1 %", plant=inverse_off, steps=700,
+)(lambda: nflows_coupling("affine", 2, 6, 64))  # fmt: skip
+flow(
+    "nflows-planted-batch-8", "additive", "table",
+    defect="batch statistics in evaluation mode", plant=batch_statistics, steps=700,
+)(lambda: nflows_coupling("additive", 8, 6, 64))  # fmt: skip
 
 
-def spline_domain() -> View:
-    """A spline without tails: what lies outside [0, 1] is refused, and a normal base draws there."""
-    return nflows_coupling("rqs", 64, 3, 64, tails=None, num_bins=6)
-
-
-planted(
-    "nflows-planted-domain-64", "a spline without tails over a normal base", "spline", "small flat images", spline_domain,
-    steps=300,
-)  # fmt: skip
+# what lies outside [0, 1] is refused, and a normal base draws there
+flow(
+    "nflows-planted-domain-64", "spline", "small flat images",
+    defect="a spline without tails over a normal base", steps=300,
+)(lambda: nflows_coupling("rqs", 64, 3, 64, tails=None, num_bins=6))  # fmt: skip
 
 
 # ---- weights and nets
@@ -150,10 +146,10 @@ def nan_weight(view: View) -> View:
     return view
 
 
-planted(
-    "zuko-planted-nan-8", "one weight is NaN", "autoregressive", "table",
-    lambda: zuko("MAF", 8, transforms=3, hidden_features=(64, 64)), nan_weight, steps=700,
-)  # fmt: skip
+flow(
+    "zuko-planted-nan-8", "autoregressive", "table",
+    defect="one weight is NaN", plant=nan_weight, steps=700,
+)(lambda: zuko("MAF", 8, transforms=3))  # fmt: skip
 
 
 def shrunk(view: View) -> View:
@@ -177,10 +173,10 @@ def shrunk(view: View) -> View:
     return view
 
 
-planted(
-    "normflows-planted-shrunk-8", "scales of 1e-9 in the middle", "affine coupling", "table",
-    lambda: normflows_coupling(8, 6, 64, swap=False), shrunk, steps=700,
-)  # fmt: skip
+flow(
+    "normflows-planted-shrunk-8", "affine coupling", "table",
+    defect="scales of 1e-9 in the middle", plant=shrunk, steps=700,
+)(lambda: normflows_coupling(8, 6, 64, swap=False))  # fmt: skip
 
 
 class HalfNet(nn.Module):
@@ -210,10 +206,10 @@ def half_nets(view: View) -> View:
     return view
 
 
-planted(
-    "freia-planted-half-8", "nets that compute in float16", "affine coupling", "table",
-    lambda: freia("GLOWCouplingBlock", 8, 8, mlp()), half_nets, steps=700,
-)  # fmt: skip
+flow(
+    "freia-planted-half-8", "affine coupling", "table",
+    defect="nets that compute in float16", plant=half_nets, steps=700,
+)(lambda: freia("GLOWCouplingBlock", 8, 8, mlp()))  # fmt: skip
 
 
 # ---- inverses
@@ -226,10 +222,10 @@ def few_iterations(view: View) -> View:
     return view
 
 
-planted(
-    "freia-planted-solver-8", "the fixed point of the inverse is left after three iterations", "residual", "table",
-    lambda: freia_residual(8, 2), few_iterations, steps=200, cost=200,
-)  # fmt: skip
+flow(
+    "freia-planted-solver-8", "residual", "table",
+    defect="the fixed point of the inverse is left after three iterations", plant=few_iterations, steps=200, cost=200,
+)(lambda: freia_residual(8, 2))  # fmt: skip
 
 
 class DropsLatents(FrEIA):
@@ -268,14 +264,10 @@ class DropsLatents(FrEIA):
         return bilip.Flow(Drops(), shape=self.size)
 
 
-def drops(view: View) -> View:
-    return DropsLatents(view.model, view.size)
-
-
-planted(
-    "freia-planted-dropped-64", "half of the latents are dropped", "multi-scale, affine coupling", "wide table",
-    lambda: freia("GLOWCouplingBlock", 64, 4, mlp(128)), drops, steps=400,
-)  # fmt: skip
+flow(
+    "freia-planted-dropped-64", "multi-scale, affine coupling", "wide table",
+    defect="half of the latents are dropped", plant=lambda view: DropsLatents(view.model, view.size), steps=400,
+)(lambda: freia("GLOWCouplingBlock", 64, 4, mlp(128)))  # fmt: skip
 
 
 # ---- randomness, order
@@ -295,10 +287,10 @@ def dropout(view: View) -> View:
     return view
 
 
-planted(
-    "bilip-planted-dropout-8", "dropout that is never switched off", "affine coupling", "table",
-    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=6), (8,)), dropout, steps=700,
-)  # fmt: skip
+flow(
+    "bilip-planted-dropout-8", "affine coupling", "table",
+    defect="dropout that is never switched off", plant=dropout, steps=700,
+)(lambda: real_nvp(8, blocks=6))  # fmt: skip
 
 
 def swapped(view: View) -> View:
@@ -317,10 +309,10 @@ def swapped(view: View) -> View:
     return view
 
 
-planted(
-    "pyro-planted-order-8", "a permutation whose inverse is another one", "affine coupling", "table",
-    lambda: Pyro(pyro_parts(8, 4, 64, "affine"), 8), swapped, steps=700,
-)  # fmt: skip
+flow(
+    "pyro-planted-order-8", "affine coupling", "table",
+    defect="a permutation whose inverse is another one", plant=swapped, steps=700,
+)(lambda: Pyro(pyro_parts(8, 4, 64, "affine"), 8))  # fmt: skip
 
 
 def huge_scale(view: View) -> View:
@@ -331,7 +323,7 @@ def huge_scale(view: View) -> View:
     return view
 
 
-planted(
-    "nflows-planted-scale-8", "weights of one block times 30", "autoregressive", "table",
-    lambda: nflows_maf(8, 3, 64), huge_scale, steps=700,
-)  # fmt: skip
+flow(
+    "nflows-planted-scale-8", "autoregressive", "table",
+    defect="weights of one block times 30", plant=huge_scale, steps=700,
+)(lambda: nflows_maf(8, 3, 64))  # fmt: skip

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +67,11 @@ class Spec:
 FLOWS: dict[str, Spec] = {}
 
 
-def flow(name: str, families: str, data: str, **options: Any) -> Callable[[Callable[[], View]], Callable[[], View]]:
+def flow(name: str, families: str, data: str, **options: Any) -> Callable[[Callable[[], View]], None]:
     """Enter a function that builds a flow in the zoo."""
 
-    def enter(build: Callable[[], View]) -> Callable[[], View]:
+    def enter(build: Callable[[], View]) -> None:
         FLOWS[name] = Spec(name, tuple(families.split(", ")), data, build, **options)
-        return build
 
     return enter
 
@@ -150,36 +150,25 @@ def nflows_coupling(
         "additive": transforms.AdditiveCouplingTransform,
         "rqs": transforms.PiecewiseRationalQuadraticCouplingTransform,
     }[kind]
+    net = partial(ResidualNet, hidden_features=width, context_features=context, num_blocks=1)
     parts: list[Any] = []
     for k in range(blocks):
         if linear:
             parts.append(transforms.LULinear(size, identity_init=True))
-        parts.append(
-            make(
-                _flip(size, k),
-                lambda i, o: ResidualNet(i, o, width, context_features=context, num_blocks=1),
-                **options,
-            )
-        )
+        parts.append(make(_flip(size, k), net, **options))
     return NFlows(flows.Flow(transforms.CompositeTransform(parts), distributions.StandardNormal([size])), (size,))
 
 
 def nflows_maf(size: int, blocks: int, width: int, *, context: int | None = None, spline: bool = False) -> View:
     from nflows import distributions, flows, transforms
 
-    parts: list[Any] = []
+    make, tails, parts = transforms.MaskedAffineAutoregressiveTransform, {}, []
+    if spline:
+        make = transforms.MaskedPiecewiseRationalQuadraticAutoregressiveTransform
+        tails = {"tails": "linear", "tail_bound": 3.0, "num_bins": 8}
     for _ in range(blocks):
         parts.append(transforms.ReversePermutation(size))
-        if spline:
-            parts.append(
-                transforms.MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
-                    size, width, context_features=context, tails="linear", tail_bound=3.0, num_bins=8, num_blocks=1
-                )
-            )
-        else:
-            parts.append(
-                transforms.MaskedAffineAutoregressiveTransform(size, width, context_features=context, num_blocks=1)
-            )
+        parts.append(make(size, width, context_features=context, num_blocks=1, **tails))
     return NFlows(flows.Flow(transforms.CompositeTransform(parts), distributions.StandardNormal([size])), (size,))
 
 
@@ -187,7 +176,7 @@ def nflows_multiscale(side: int, blocks: int, width: int) -> View:
     from nflows import distributions, flows, transforms
     from nflows.nn.nets import ConvResidualNet
 
-    top = transforms.MultiscaleCompositeTransform(2)
+    top, net = transforms.MultiscaleCompositeTransform(2), partial(ConvResidualNet, hidden_channels=width, num_blocks=1)
     shape = (1, side, side)
     for level in range(2):
         channels = shape[0] * 4
@@ -195,11 +184,7 @@ def nflows_multiscale(side: int, blocks: int, width: int) -> View:
         for k in range(blocks):
             parts.append(transforms.ActNorm(channels))
             parts.append(transforms.OneByOneConvolution(channels))
-            parts.append(
-                transforms.AffineCouplingTransform(
-                    _flip(channels, k), lambda i, o: ConvResidualNet(i, o, width, num_blocks=1)
-                )
-            )
+            parts.append(transforms.AffineCouplingTransform(_flip(channels, k), net))
         out = (channels, shape[1] // 2, shape[2] // 2)
         shape = top.add_transform(transforms.CompositeTransform(parts), out) if level == 0 else out
         if level == 1:
@@ -293,9 +278,8 @@ def freia_graph(size: int, blocks: int, net: Callable[..., nn.Module]) -> View:
     split = add(last, modules.Split)
     last = split.out0
     for k in range(blocks):
-        last = add(
-            add(last, modules.GLOWCouplingBlock, subnet_constructor=net).out0, modules.PermuteRandom, seed=k
-        ).out0
+        coupled = add(last, modules.GLOWCouplingBlock, subnet_constructor=net)
+        last = add(coupled.out0, modules.PermuteRandom, seed=k).out0
     last = add([last, split.out1], modules.Concat)
     return FrEIAGraph(framework.GraphINN([*nodes, framework.OutputNode(last)]), (size,))
 
@@ -435,10 +419,10 @@ flow("normflows-exp-784", "affine coupling", "flat images", steps=300, batch=128
 # ---- zuko
 
 
-def zuko(kind: str, *args: Any, base: int = 0, **options: Any) -> View:
+def zuko(kind: str, *args: Any, base: int = 0, hidden: tuple[int, ...] = (64, 64), **options: Any) -> View:
     import zuko as library
 
-    model = getattr(library.flows, kind)(*args, **options)
+    model = getattr(library.flows, kind)(*args, hidden_features=hidden, **options)
     if base:
         mixture = library.flows.GMM(args[0], components=base)
         model = library.flows.Flow(model.transform.transforms, mixture)
@@ -453,32 +437,26 @@ def zuko_additive(size: int, blocks: int, width: int) -> View:
     return Zuko(library.flows.NICE(size, transforms=blocks, randmask=True, **options), (size,))
 
 
-flow("zuko-nsf-2", "spline, autoregressive", "checkerboard", steps=1000)(
-    lambda: zuko("NSF", 2, transforms=4, hidden_features=(64, 64))
-)
-flow("zuko-cnf-2", "CNF", "moons", steps=120, cost=300)(lambda: zuko("CNF", 2, hidden_features=(32, 32)))
-flow("zuko-mixture-2", "mixture base, affine coupling", "rings")(
-    lambda: zuko("RealNVP", 2, transforms=6, hidden_features=(64, 64), base=6)
-)
+flow("zuko-nsf-2", "spline, autoregressive", "checkerboard", steps=1000)(lambda: zuko("NSF", 2, transforms=4))
+flow("zuko-cnf-2", "CNF", "moons", steps=120, cost=300)(lambda: zuko("CNF", 2, hidden=(32, 32)))
+flow("zuko-mixture-2", "mixture base, affine coupling", "rings")(lambda: zuko("RealNVP", 2, transforms=6, base=6))
 flow("zuko-conditional-2", "conditional, spline, autoregressive", "labelled moons", steps=800)(
-    lambda: zuko("NSF", 2, 2, transforms=3, hidden_features=(64, 64))
+    lambda: zuko("NSF", 2, 2, transforms=3)
 )
-flow("zuko-maf-8-heavy", "autoregressive", "heavy table")(
-    lambda: zuko("MAF", 8, transforms=5, hidden_features=(64, 64))
-)
+flow("zuko-maf-8-heavy", "autoregressive", "heavy table")(lambda: zuko("MAF", 8, transforms=5))
 flow("zuko-additive-8", "additive", "table")(lambda: zuko_additive(8, 8, 64))
 flow("zuko-realnvp-8-deep-hasty", "affine coupling", "heavy table", rate=1e-2, steps=800)(
-    lambda: zuko("RealNVP", 8, transforms=24, hidden_features=(64, 64))
+    lambda: zuko("RealNVP", 8, transforms=24)
 )
 flow("zuko-naf-8", "autoregressive", "table", steps=800, cost=340)(
-    lambda: zuko("NAF", 8, transforms=1, hidden_features=(32,), network={"hidden_features": (16, 16)})
+    lambda: zuko("NAF", 8, transforms=1, hidden=(32,), network={"hidden_features": (16, 16)})
 )
-flow("zuko-cnf-8", "CNF", "table", steps=80, cost=340)(lambda: zuko("CNF", 8, hidden_features=(32, 32), exact=True))
+flow("zuko-cnf-8", "CNF", "table", steps=80, cost=340)(lambda: zuko("CNF", 8, hidden=(32, 32), exact=True))
 flow("zuko-nsf-64", "spline", "wide table", steps=300, cost=250)(
-    lambda: zuko("NSF", 64, transforms=3, passes=2, hidden_features=(128,))
+    lambda: zuko("NSF", 64, transforms=3, passes=2, hidden=(128,))
 )
 flow("zuko-realnvp-784", "affine coupling", "flat images", steps=400, batch=128, cost=200)(
-    lambda: zuko("RealNVP", 784, transforms=6, hidden_features=(256,))
+    lambda: zuko("RealNVP", 784, transforms=6, hidden=(256,))
 )
 
 
@@ -527,31 +505,33 @@ def bilip_flow(trunk: Callable[[Any], Any], size: tuple[int, ...], base: Any = "
     return Bilip(bilip.Flow(trunk(bilip), base=base, shape=size), size)
 
 
+def real_nvp(size: int, **options: Any) -> View:
+    return bilip_flow(lambda b: b.models.real_nvp(size, **options), (size,))
+
+
+def multiscale(side: int, blocks: int, width: int) -> View:
+    options = {"levels": 2, "blocks": blocks, "hidden": width, "factor_out": True, "learned_prior": False}
+    return bilip_flow(lambda b: b.models.glow((1, side, side), **options), (side * side,))
+
+
 flow("bilip-affine-2-deep", "affine coupling", "checkerboard", steps=1000)(
-    lambda: bilip_flow(lambda b: b.models.real_nvp(2, blocks=32, hidden=(32, 32)), (2,))
+    lambda: real_nvp(2, blocks=32, hidden=(32, 32))
 )
 flow("bilip-residual-2", "residual", "moons", steps=400, cost=300)(
     lambda: bilip_flow(lambda b: b.models.residual_flow(2, blocks=4, hidden=(32, 32)), (2,))
 )
-flow("bilip-additive-8", "additive", "heavy table")(
-    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=8, coupling="additive"), (8,))
-)
+flow("bilip-additive-8", "additive", "heavy table")(lambda: real_nvp(8, blocks=8, coupling="additive"))
 flow("bilip-exp-64-hasty", "affine coupling", "wide heavy table", rate=5e-3, steps=800)(
-    lambda: bilip_flow(lambda b: b.models.real_nvp(64, blocks=12, hidden=(128,), scale="exp"), (64,))
+    lambda: real_nvp(64, blocks=12, hidden=(128,), scale="exp")
 )
 flow("bilip-multiscale-64", "multi-scale, affine coupling", "small images", steps=300, batch=128, cost=150)(
-    lambda: bilip_flow(
-        lambda b: b.models.glow((1, 8, 8), levels=2, blocks=3, hidden=16, factor_out=True, learned_prior=False), (64,)
-    )
+    lambda: multiscale(8, 3, 16)
 )
 flow("bilip-multiscale-784", "multi-scale, affine coupling", "images", steps=500, batch=32, cost=340)(
-    lambda: bilip_flow(
-        lambda b: b.models.glow((1, 28, 28), levels=2, blocks=2, hidden=12, factor_out=True, learned_prior=False),
-        (784,),
-    )
+    lambda: multiscale(28, 2, 12)
 )
 flow("bilip-additive-784", "additive", "flat images", steps=600, batch=128, cost=150)(
-    lambda: bilip_flow(lambda b: b.models.real_nvp(784, blocks=6, hidden=(256,), coupling="additive"), (784,))
+    lambda: real_nvp(784, blocks=6, hidden=(256,), coupling="additive")
 )
 
 
@@ -579,28 +559,26 @@ hasty("normflows-exp-16", lambda: normflows_coupling(8, 16, 32, scale_map="exp")
 hasty("normflows-exp-24-table", lambda: normflows_coupling(8, 24, 32, scale_map="exp"), "table")
 hasty("normflows-sigmoid-24", lambda: normflows_coupling(8, 24, 32), rate=2e-2)
 hasty("normflows-spline-3", lambda: normflows_spline(8, 3, 32), rate=2e-2, steps=100)
-hasty("zuko-realnvp-16", lambda: zuko("RealNVP", 8, transforms=16, hidden_features=(32,)))
-hasty("zuko-realnvp-24-table", lambda: zuko("RealNVP", 8, transforms=24, hidden_features=(32,)), "table")
-hasty("zuko-maf-8", lambda: zuko("MAF", 8, transforms=8, hidden_features=(32,)))
-hasty("zuko-maf-12-table", lambda: zuko("MAF", 8, transforms=12, hidden_features=(32,)), "table")
-hasty("zuko-nsf-4", lambda: zuko("NSF", 8, transforms=4, hidden_features=(32,)), rate=2e-2)
+hasty("zuko-realnvp-16", lambda: zuko("RealNVP", 8, transforms=16, hidden=(32,)))
+hasty("zuko-realnvp-24-table", lambda: zuko("RealNVP", 8, transforms=24, hidden=(32,)), "table")
+hasty("zuko-maf-8", lambda: zuko("MAF", 8, transforms=8, hidden=(32,)))
+hasty("zuko-maf-12-table", lambda: zuko("MAF", 8, transforms=12, hidden=(32,)), "table")
+hasty("zuko-nsf-4", lambda: zuko("NSF", 8, transforms=4, hidden=(32,)), rate=2e-2)
 hasty("pyro-affine-12", lambda: Pyro(pyro_parts(8, 12, 32, "affine"), 8))
 hasty("pyro-affine-16-table", lambda: Pyro(pyro_parts(8, 16, 32, "affine"), 8), "table")
 hasty("pyro-spline-4", lambda: Pyro(pyro_parts(8, 4, 32, "spline"), 8), rate=2e-2)
-hasty("bilip-sigmoid-32", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=32, hidden=(32,)), (8,)))
-hasty(
-    "bilip-sigmoid-24-table", lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,)), (8,)), "table"
-)
+hasty("bilip-sigmoid-32", lambda: real_nvp(8, blocks=32, hidden=(32,)))
+hasty("bilip-sigmoid-24-table", lambda: real_nvp(8, blocks=24, hidden=(32,)), "table")
 hasty(
     "bilip-tanh-16",
-    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=16, hidden=(32,), scale="tanh_exp"), (8,)),
+    lambda: real_nvp(8, blocks=16, hidden=(32,), scale="tanh_exp"),
 )
 hasty(
     "bilip-tanh-24-table",
-    lambda: bilip_flow(lambda b: b.models.real_nvp(8, blocks=24, hidden=(32,), scale="tanh_exp"), (8,)),
+    lambda: real_nvp(8, blocks=24, hidden=(32,), scale="tanh_exp"),
     "table",
 )
 hasty("nflows-maf-16", lambda: nflows_maf(8, 16, 32))
 hasty("normflows-exp-32", lambda: normflows_coupling(8, 32, 32, scale_map="exp"))
-hasty("zuko-realnvp-32", lambda: zuko("RealNVP", 8, transforms=32, hidden_features=(32,)))
+hasty("zuko-realnvp-32", lambda: zuko("RealNVP", 8, transforms=32, hidden=(32,)))
 hasty("pyro-affine-24", lambda: Pyro(pyro_parts(8, 24, 32, "affine"), 8))

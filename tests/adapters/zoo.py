@@ -127,39 +127,37 @@ def sbi_like(flow, embedding: nn.Module | None = None):
 # ---- FrEIA
 
 
-def freia_sequence(*, condition: bool = False):
+def freia(*shape, blocks):
+    """A sequence of modules by name, each with its options."""
     import FrEIA.framework as framework
     import FrEIA.modules as modules
 
-    given = {"cond": 0, "cond_shape": (2,)} if condition else {}
-    inn = framework.SequenceINN(4)
-    inn.append(modules.GLOWCouplingBlock, subnet_constructor=net, **given)
-    inn.append(modules.PermuteRandom, seed=0)
-    inn.append(modules.RNVPCouplingBlock, subnet_constructor=net, clamp_activation="TANH", **given)
-    inn.append(modules.NICECouplingBlock, subnet_constructor=net, split_len=1)
-    inn.append(modules.AllInOneBlock, subnet_constructor=net)
+    inn = framework.SequenceINN(*shape)
+    for name, options in blocks:
+        inn.append(getattr(modules, name), **options)
     return inn
+
+
+def freia_sequence(*, condition: bool = False):
+    given = {"cond": 0, "cond_shape": (2,)} if condition else {}
+    blocks = [
+        ("GLOWCouplingBlock", {"subnet_constructor": net, **given}),
+        ("PermuteRandom", {"seed": 0}),
+        ("RNVPCouplingBlock", {"subnet_constructor": net, "clamp_activation": "TANH", **given}),
+        ("NICECouplingBlock", {"subnet_constructor": net, "split_len": 1}),
+        ("AllInOneBlock", {"subnet_constructor": net}),
+    ]
+    return freia(4, blocks=blocks)
 
 
 def freia_two_conditions():
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(4)
-    inn.append(modules.NICECouplingBlock, cond=1, cond_shape=(3,), subnet_constructor=net)
-    inn.append(modules.GLOWCouplingBlock, cond=0, cond_shape=(2,), subnet_constructor=net)
-    return inn
+    first = ("NICECouplingBlock", {"cond": 1, "cond_shape": (3,), "subnet_constructor": net})
+    return freia(4, blocks=[first, ("GLOWCouplingBlock", {"cond": 0, "cond_shape": (2,), "subnet_constructor": net})])
 
 
 def freia_images():
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(1, 4, 4)
-    inn.append(modules.HaarDownsampling)
-    inn.append(modules.GLOWCouplingBlock, subnet_constructor=conv)
-    inn.append(modules.Flatten)
-    return inn
+    coupling = ("GLOWCouplingBlock", {"subnet_constructor": conv})
+    return freia(1, 4, 4, blocks=[("HaarDownsampling", {}), coupling, ("Flatten", {})])
 
 
 def freia_graph(*, condition: bool = False, split: bool = False, outputs: int = 1):
@@ -184,15 +182,9 @@ def freia_graph(*, condition: bool = False, split: bool = False, outputs: int = 
 
 
 def freia_residual():
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(3)
-    inn.append(modules.IResNetLayer, spectral_norm_max=0.5, fixed_point_iterations=80)
-    inn.append(modules.PermuteRandom, seed=0)
-    for module in inn.module_list:
-        if isinstance(module, modules.IResNetLayer):
-            module.lipschitz_correction()
+    residual = ("IResNetLayer", {"spectral_norm_max": 0.5, "fixed_point_iterations": 80})
+    inn = freia(3, blocks=[residual, ("PermuteRandom", {"seed": 0})])
+    inn.module_list[0].lipschitz_correction()
     return inn
 
 

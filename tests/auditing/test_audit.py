@@ -24,18 +24,8 @@ from bilip.errors import InputError, said_by
 from bilip.record import Measurement
 
 EPS = 2.0**-23
-TINY = replace(
-    BUDGETS["quick"],
-    samples=64,
-    batch=32,
-    noise=64,
-    draws=64,
-    walk=8,
-    attack=1,
-    attack_steps=3,
-    precision=8,
-    bad_share=0.2,
-)
+TINY = replace(BUDGETS["quick"], samples=64, batch=32, noise=64, draws=64, bad_share=0.2)
+TINY = replace(TINY, walk=8, attack=1, attack_steps=3, precision=8)
 
 
 def affine_flow(features=4):
@@ -197,9 +187,8 @@ def test_batch_sizes_do_not_change_verdicts(scale):
             probes=["consistency", "reconstruction", "likelihood", "log_det", "sampling", "trust"],
         )
         found.append({use: (v.status, v.number, v.source) for use, v in record.verdicts.items()})
-        assert record.find("reconstruction", "data")[0]["count"] == (
-            60 if scale == "half_sigmoid" else 16
-        )  # decided early
+        count = 60 if scale == "half_sigmoid" else 16  # decided early
+        assert record.find("reconstruction", "data")[0]["count"] == count
     assert found[0] == found[1] == found[2]
     assert found[0]["inversion"][0] == ("safe" if scale == "half_sigmoid" else "unsafe")
 
@@ -306,6 +295,9 @@ def test_the_sources_that_differ_are_the_ones_named():
         bilip.audit(affine_flow(), {"a": same, "b": other, "c": same})
 
 
+NO_TIMES = [0, -1, math.nan, math.inf, "60", True]
+
+
 def test_arguments():
     flow, x = affine_flow(), torch.randn(8, 4)
     for options, says in (
@@ -315,11 +307,12 @@ def test_arguments():
         ({"ood": ["noise"]}, "neither the name of a source"),
         ({"seed": -1}, "seed=-1"),
         ({"bits": 0}, "bits=0"),
+        *(({"time": time}, r"audit\(time=.*positive number of seconds") for time in NO_TIMES),
+        ({"model": affine_flow().to("meta")}, "on the device meta, where tensors have no numbers"),
+        ({"sources": {}}, "there is no source"),
     ):
         with pytest.raises(InputError, match=says):
-            bilip.audit(flow, x, **options)
-    with pytest.raises(InputError, match="there is no source"):
-        bilip.audit(flow, {})
+            bilip.audit(**{"model": flow, "sources": x} | options)
     for bad in ({"share": 1.5}, {"relative": -1}, {"log_det": math.nan}, {"non_finite": "none"}):
         with pytest.raises(InputError, match="Thresholds"):
             Thresholds(**bad)
@@ -448,6 +441,14 @@ def test_what_a_probe_met_when_the_program_was_ended_is_its_reason():
     assert record.settings["ended"] == "the model ended the program (SystemExit: 0)"
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that audits see, moved by hand."""
+    now = [0.0]
+    monkeypatch.setattr(sys.modules["bilip.auditing.audit"], "monotonic", lambda: now[0])
+    return now
+
+
 class Ticking(Probe):
     """Ten batches, of which the clock of the audit allows three."""
 
@@ -479,9 +480,7 @@ class Stubborn(Ticking):
 
 @pytest.mark.parametrize("by", ["progress", "calls"])
 @pytest.mark.parametrize("kind", [Ticking, Stubborn])
-def test_the_time_is_looked_at_between_batches(monkeypatch, by, kind):
-    clock = [0.0]
-    monkeypatch.setattr(sys.modules["bilip.auditing.audit"], "monotonic", lambda: clock[0])
+def test_the_time_is_looked_at_between_batches(clock, by, kind):
     probe = kind(clock, by)
     record = bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=[probe, Mean()], time=3.5)
     assert 2 <= probe.done <= 4
@@ -493,10 +492,8 @@ def test_the_time_is_looked_at_between_batches(monkeypatch, by, kind):
     assert probe.measure(affine_flow(), torch.randn(8, 4)).measured  # and neither has one that was in an audit
 
 
-def test_the_search_for_guilty_samples_looks_at_the_time_too(monkeypatch):
+def test_the_search_for_guilty_samples_looks_at_the_time_too(clock):
     """A model that raises for some samples is called hundreds of times to find them."""
-    clock = [0.0]
-    monkeypatch.setattr(sys.modules["bilip.auditing.audit"], "monotonic", lambda: clock[0])
 
     class Picky(Ends):
         calls = 0
@@ -515,25 +512,12 @@ def test_the_search_for_guilty_samples_looks_at_the_time_too(monkeypatch):
     assert record.measurements[0].reason == "the time of 12 s was over"
 
 
-def test_what_was_measured_in_time_is_kept(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(sys.modules["bilip.auditing.audit"], "monotonic", lambda: clock[0])
+def test_what_was_measured_in_time_is_kept(clock):
     probes = ["reconstruction", Ticking(clock, "calls")]
     record = bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=probes, time=5)
     assert record.find("reconstruction")[0].measured
     assert not record.find("ticking")[0].measured
     assert bilip.audit(affine_flow(), torch.randn(8, 4), budget=TINY, probes=probes).settings["out_of_time"] is False
-
-
-@pytest.mark.parametrize("time", [0, -1, math.nan, math.inf, "60", True])
-def test_times_that_are_none(time):
-    with pytest.raises(InputError, match="audit\\(time=.*positive number of seconds"):
-        bilip.audit(affine_flow(), torch.randn(8, 4), time=time)
-
-
-def test_a_model_without_numbers():
-    with pytest.raises(InputError, match="on the device meta, where tensors have no numbers"):
-        bilip.audit(affine_flow().to("meta"), torch.randn(8, 4))
 
 
 def test_what_libraries_say_to_their_developers_is_not_shown():
@@ -559,47 +543,48 @@ class Counting(bilip.Bijection):
         twin.rows = self.rows  # the float64 copy's samples are counted too
         return twin
 
-    def _count(self, x):
+    def _counted(self, call, x, context):
         self.rows[x.dtype] += len(x)
+        return call(x, context)
 
     def forward(self, x, context=None):
-        self._count(x)
-        return self.inner(x, context)
+        return self._counted(self.inner, x, context)
 
     def inverse(self, z, context=None):
-        self._count(z)
-        return self.inner.inverse(z, context)
+        return self._counted(self.inner.inverse, z, context)
 
     def forward_and_log_det(self, x, context=None):
-        self._count(x)
-        return self.inner.forward_and_log_det(x, context)
+        return self._counted(self.inner.forward_and_log_det, x, context)
 
     def inverse_and_log_det(self, z, context=None):
-        self._count(z)
-        return self.inner.inverse_and_log_det(z, context)
+        return self._counted(self.inner.inverse_and_log_det, z, context)
 
 
 NEEDED = 640  # samples that exclude a share of 1 % when none of them is bad
 PROBES = ["consistency", "reconstruction", "likelihood", "log_det", "sampling", "precision"]
 
 
-def spent(size, samples):
+def counted(size, samples, **options):
+    """The samples that an audit gives to a flow, by dtype, and its record."""
     torch.manual_seed(0)
     model = Counting(bilip.models.real_nvp(size, blocks=2, hidden=(16,), coupling="additive"))
     x = torch.randn(samples, size, generator=torch.Generator().manual_seed(1))
-    flow = bilip.Flow(model, shape=(size,))
-    record = bilip.audit(flow, x, ood=["uniform", "gaussian"], budget="quick", probes=PROBES)
+    record = bilip.audit(bilip.Flow(model, shape=(size,)), x, budget="quick", **options)
+    return model.rows, record
+
+
+def spent(size, samples):
+    rows, record = counted(size, samples, ood=["uniform", "gaussian"], probes=PROBES)
     for use in ("inversion", "sampling", "likelihood", "ood-likelihood"):
         assert record.verdicts[use].status.value == "safe"
-    return model.rows
+    return rows
 
 
 @pytest.mark.parametrize("samples", [2_000, 20_000])
 def test_a_sound_flow_costs_a_few_passes_over_what_the_allowed_share_needs(samples):
     rows = spent(8, samples)
-    assert (
-        rows[torch.float32] <= 30 * NEEDED
-    )  # three sources, there and back, log p, samples, draws of the log-determinant
+    # three sources, there and back, log p, samples, draws of the log-determinant
+    assert rows[torch.float32] <= 30 * NEEDED
     jacobians = 3 * 256 * 8  # at 256 points of each source, for one opaque block
     assert rows[torch.float64] <= 10 * NEEDED + jacobians
 
@@ -608,9 +593,8 @@ def test_a_large_sound_flow_gets_few_references_in_float64():
     rows = spent(192, 2_000)
     assert rows[torch.float32] <= 30 * NEEDED
     jacobians = 3 * 2 * 2 * 192  # products at two points of each source, for two blocks
-    assert (
-        rows[torch.float64] <= 4 * NEEDED + 512 + jacobians
-    )  # log p of every sample, since the nets are small, and a part of the draws; all of them would be 6 * NEEDED and more
+    # log p of every sample, since the nets are small, and a part of the draws; all of them would be 6 * NEEDED and more
+    assert rows[torch.float64] <= 4 * NEEDED + 512 + jacobians
 
 
 def test_norms_of_nets_are_computed_once_for_all_sources(monkeypatch):
@@ -631,8 +615,5 @@ def test_norms_of_nets_are_computed_once_for_all_sources(monkeypatch):
 
 
 def test_a_log_density_that_draws_nothing_is_not_asked_twice_on_a_whole_batch():
-    torch.manual_seed(0)
-    model = Counting(bilip.models.real_nvp(192, blocks=2, hidden=(16,), coupling="additive"))
-    x = torch.randn(2_000, 192, generator=torch.Generator().manual_seed(1))
-    bilip.audit(bilip.Flow(model, shape=(192,)), x, budget="quick", probes=["likelihood"])
-    assert model.rows[torch.float32] <= 2 * NEEDED + 128  # once as it is, once with its input rounded anew
+    rows, _ = counted(192, 2_000, probes=["likelihood"])
+    assert rows[torch.float32] <= 2 * NEEDED + 128  # once as it is, once with its input rounded anew

@@ -101,13 +101,6 @@ def test_conv1x1_inverse_is_solved_in_double_precision():
     assert (single - inverse).abs().max() > 100 * (block.inverse_matrix() - inverse).abs().max()
 
 
-def test_singular_matrix_has_no_inverse_bound():
-    block = InvertibleConv1x1(2)
-    block.weight.data.copy_(torch.ones(2, 2))
-    with pytest.raises(NoGlobalBound):
-        block.bounds()
-
-
 def test_permutations():
     with pytest.raises(PartitionError, match="is not a permutation"):
         Permutation([0, 0, 1])

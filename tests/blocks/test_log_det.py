@@ -20,6 +20,7 @@ from bilip.nets import MLP, ConvNet, Declared, HeldLinear
 from bilip.nets.activations import ScaledSwish
 from bilip.nets.activations import make as make_activation
 from bilip.reversible import Reversible
+from catalogue import saved_bytes
 
 
 def block(seed=0, size=3, c=0.6):
@@ -129,10 +130,10 @@ def test_a_shared_number_of_terms_is_unbiased_exactly():
         total += p * value.item()
         step = [p * g for g in grads(value, chain) if g is not None]
         slopes = step if slopes is None else [a + b for a, b in zip(slopes, step, strict=True)]
-    exact = shared_chain(Exact()).forward_and_log_det(x)[1].sum()
-    assert total == pytest.approx(exact.item(), abs=1e-6)  # c^25 of the series is left out
     other = shared_chain(Exact())
-    truth = [g for g in grads(other.forward_and_log_det(x)[1].sum(), other) if g is not None]
+    exact = other.forward_and_log_det(x)[1].sum()
+    assert total == pytest.approx(exact.item(), abs=1e-6)  # c^25 of the series is left out
+    truth = [g for g in grads(exact, other) if g is not None]
     for a, b in zip(slopes, truth, strict=True):
         assert torch.allclose(a, b, atol=1e-4, rtol=0)
 
@@ -173,19 +174,8 @@ def test_neumann_gradient_equals_autograd_of_the_series():
 def test_memory_does_not_grow_with_the_terms():
     model, x = block(size=8), torch.randn(64, 8, dtype=torch.float64)
 
-    def kept(terms):
-        sizes = {}
-
-        def pack(t):
-            sizes[(t.data_ptr(), t.shape)] = t.numel()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            result = Series(terms)(model.branch, x)
-        assert result.requires_grad
-        return sum(sizes.values())
-
-    assert kept(40) <= 1.2 * kept(2)
+    many, few = (saved_bytes(lambda terms=terms: Series(terms)(model.branch, x)) for terms in (40, 2))
+    assert many <= 1.2 * few
 
 
 def plain_series(g, x, weights, v):
@@ -386,16 +376,16 @@ calls = []
 @pytest.mark.parametrize("change", [watched, replaced, of_another_class])
 def test_nets_that_somebody_watches_or_changes_are_called(change):
     model, x = conv_block(False), torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    torch.manual_seed(1)
-    expected = torch.autograd.grad(
-        model.log_det(x).sum(), list(model.parameters()), materialize_grads=True, allow_unused=True
-    )
+
+    def gradients():
+        torch.manual_seed(1)
+        log_det = model.log_det(x).sum()
+        return torch.autograd.grad(log_det, list(model.parameters()), materialize_grads=True, allow_unused=True)
+
+    expected = gradients()
     change(model.g)
     calls.clear()
-    torch.manual_seed(1)
-    found = torch.autograd.grad(
-        model.log_det(x).sum(), list(model.parameters()), materialize_grads=True, allow_unused=True
-    )
+    found = gradients()
     assert calls
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
@@ -415,12 +405,8 @@ def test_slopes_of_scaled_swish_by_hand(dtype, beta):
     (slope,) = torch.autograd.grad(value.sum(), inner, create_graph=True)
     expected = torch.autograd.grad((value * grad.double() + slope * bend.double())[abs(h) < 1e5].sum(), (inner, b))
     act, tensors = LipSwish(), (torch.tensor(beta, dtype=dtype),)
-    close = functools.partial(
-        torch.testing.assert_close,
-        rtol=64 * torch.finfo(dtype).eps,
-        atol=64 * torch.finfo(dtype).eps,
-        check_dtype=False,
-    )
+    eps = 64 * torch.finfo(dtype).eps
+    close = functools.partial(torch.testing.assert_close, rtol=eps, atol=eps, check_dtype=False)
     look = act.look(h, *tensors)
     close(look[1], slope.detach())
     assert torch.equal(look[0], act.value(h, *tensors))
@@ -597,10 +583,8 @@ def test_what_is_recomputed_is_the_net_of_the_forward_pass(kind, between):
 )
 def test_hooks_of_parameters_see_the_whole_gradient_once(estimator):
     torch.manual_seed(0)
-    model, x = (
-        Residual(MLP(6, 6, activation="elu", lipschitz=0.8), log_det=estimator).double(),
-        torch.randn(8, 6).double(),
-    )
+    model = Residual(MLP(6, 6, activation="elu", lipschitz=0.8), log_det=estimator).double()
+    x = torch.randn(8, 6).double()
 
     def gradients():
         torch.manual_seed(1)

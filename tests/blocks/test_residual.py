@@ -14,6 +14,7 @@ from bilip.nets import MLP, ConvNet, Declared
 from bilip.nets.certify import float64_copy
 from bilip.nets.spectral import held_layers, held_together
 from bilip.testing import search_gains
+from catalogue import saved_bytes
 
 
 def make(seed=0, size=4, c=0.9, loud=10.0, **options):
@@ -178,20 +179,6 @@ def test_implicit_gradient_of_the_context():
     assert torch.allclose(a, b, rtol=1e-8, atol=1e-8)
 
 
-def saved_bytes(call) -> int:
-    """What autograd keeps for the backward pass."""
-    kept = {}
-
-    def pack(t):
-        kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = call()
-    del result
-    return sum(kept.values())
-
-
 def test_memory_does_not_depend_on_the_number_of_iterations():
     block = make(5, c=0.99).double()
     y = torch.randn(256, 4, dtype=torch.float64, requires_grad=True)
@@ -333,28 +320,6 @@ def test_each_block_has_a_graph_of_its_own():
     chain[0].register_forward_hook(lambda module, given, output: outputs.append(output))
     chain(x)
     assert not outputs[0].requires_grad  # a frozen block stays out of the graph
-
-
-class InFloat32(nn.Module):
-    """0.5 sin(3.1 x) / 3.1, in float32 whatever it is given."""
-
-    def forward(self, x):
-        return (0.5 * torch.sin(x.float() * 3.1) / 3.1).to(x.dtype)
-
-
-def true_error(solution, z):
-    x = solution.x.double()
-    for _ in range(100):
-        x = z.double() - 0.5 * torch.sin(x * 3.1) / 3.1
-    return (solution.x.double() - x).norm(dim=1)
-
-
-def test_a_declared_net_is_charged_for_the_dtype_of_its_block():
-    """It may compute in that dtype inside, whatever it is given: the float64 evaluation proves nothing then."""
-    z = torch.linspace(-50, 50, 2001)[:, None]
-    solution = Residual(Declared(InFloat32(), lipschitz=0.5)).solve(z)
-    assert bool((true_error(solution, z) <= solution.error_bound).all())
-    assert bool(solution.converged.all())
 
 
 def test_a_looser_tolerance_takes_fewer_evaluations_and_states_its_error():

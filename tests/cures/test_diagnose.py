@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import bilip
+from adapters import zoo
 from bilip.cures import NonFinite, Watch, watch
 from bilip.errors import InputError
 
@@ -43,14 +44,8 @@ def nflows_affine(blocks=4):
     return [transforms.AffineCouplingTransform(m, lambda i, o: ResidualNet(i, o, 8, num_blocks=1)) for m in mask]
 
 
-def freia_flow(blocks=4, kind="GLOWCouplingBlock", **options):
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(4)
-    for _ in range(blocks):
-        inn.append(getattr(modules, kind), subnet_constructor=net, **options)
-    return inn
+def freia_flow(kind="GLOWCouplingBlock", **options):
+    return zoo.freia(4, blocks=[(kind, {"subnet_constructor": net, **options})] * 4)
 
 
 def normflows_flow(blocks=4, scale_map="exp"):
@@ -91,17 +86,22 @@ def normflows_rate(k):
     return huge_weights(model, model.flows[3 - k]), str(k), ("linear",)
 
 
+def zuko_part(model, k):
+    """The transform number k that has a net, and the name of its block."""
+    part = [t for t in model.transform.transforms if hasattr(t, "hyper")][k]
+    return part, next(name for name, p in bilip.as_bijection(model).parts() if p.module is part)
+
+
 def zuko_rate(k, kind="RealNVP"):
     model = zuko_flow(kind)
-    part = [t for t in model.transform.transforms if hasattr(t, "hyper")][k]
-    names = [name for name, p in bilip.as_bijection(model).parts() if p.module is part]
-    return huge_weights(model, part), names[0], ("linear",)
+    part, name = zuko_part(model, k)
+    return huge_weights(model, part), name, ("linear",)
 
 
-def normflows_exp(k):
-    model = normflows_flow()
+def normflows_scale(k, scale_map, operation):
+    model = normflows_flow(scale_map=scale_map)
     bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))  # towards the latent it is exp(-s)
-    return model, str(k), ("exp",)
+    return model, str(k), (operation,)
 
 
 def normflows_masked_exp(k):
@@ -128,22 +128,9 @@ def zuko_exp(k):
     from zuko.transforms import MonotonicAffineTransform
 
     model = zuko_flow(univariate=partial(MonotonicAffineTransform, slope=1e-60))
-    part = [t for t in model.transform.transforms if hasattr(t, "hyper")][k]
+    part, name = zuko_part(model, k)
     bias(last(part.hyper), 1e6, slice(1, None, 2))
-    names = [name for name, p in bilip.as_bijection(model).parts() if p.module is part]
-    return model, names[0], ("exp",)
-
-
-def normflows_log(k):
-    model = normflows_flow(scale_map="sigmoid")
-    bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))
-    return model, str(k), ("log",)
-
-
-def normflows_division(k):
-    model = normflows_flow(scale_map="sigmoid")
-    bias(last(model.flows[3 - k]), -200.0, slice(1, None, 2))
-    return model, str(k), ("div",)
+    return model, name, ("exp",)
 
 
 def nflows_division(k):
@@ -174,16 +161,9 @@ def nflows_actnorm(k):
 
 
 def freia_actnorm(k):
-    import FrEIA.framework as framework
-    import FrEIA.modules as modules
-
-    inn = framework.SequenceINN(4)
-    for j in range(3):
-        if j == k:
-            inn.append(modules.ActNorm)
-        else:
-            inn.append(modules.PermuteRandom, seed=j)
-    return inn.train(), str(k), ("log", "div", "reciprocal", "__rdiv__")
+    blocks = [("PermuteRandom", {"seed": j}) for j in range(3)]
+    blocks[k] = ("ActNorm", {})
+    return zoo.freia(4, blocks=blocks).train(), str(k), ("log", "div", "reciprocal", "__rdiv__")
 
 
 PLANTED = {
@@ -192,13 +172,16 @@ PLANTED = {
     **{f"normflows: a rate too high, block {k}": ("normflows", partial(normflows_rate, k), "batch") for k in (0, 2)},
     "zuko: a rate too high, coupling 2": ("zuko", partial(zuko_rate, 2), "batch"),
     "zuko: a rate too high, autoregressive 1": ("zuko", partial(zuko_rate, 1, "MAF"), "batch"),
-    **{f"normflows: exp, block {k}": ("normflows", partial(normflows_exp, k), "batch") for k in (1, 3)},
+    **{f"normflows: exp, block {k}": ("normflows", partial(normflows_scale, k, "exp", "exp"), "batch") for k in (1, 3)},
     "normflows: exp of a masked block": ("normflows", partial(normflows_masked_exp, 1), "batch"),
     "FrEIA: exp of GLOW": ("FrEIA", partial(freia_exp, 2, "GLOWCouplingBlock"), "batch"),
     "FrEIA: exp of RNVP": ("FrEIA", partial(freia_exp, 1, "RNVPCouplingBlock"), "batch"),
     "zuko: exp": ("zuko", partial(zuko_exp, 1), "batch"),
-    **{f"normflows: log of 0, block {k}": ("normflows", partial(normflows_log, k), "batch") for k in (0, 2)},
-    "normflows: division by 0 in a sample": ("normflows", partial(normflows_division, 1), "latents"),
+    **{
+        f"normflows: log of 0, block {k}": ("normflows", partial(normflows_scale, k, "sigmoid", "log"), "batch")
+        for k in (0, 2)
+    },
+    "normflows: division by 0 in a sample": ("normflows", partial(normflows_scale, 1, "sigmoid", "div"), "latents"),
     "nflows: division by what underflows, in a sample": ("nflows", partial(nflows_division, 1), "latents"),
     "nflows: a spline outside of its domain": ("nflows", partial(nflows_domain, 1), "batch"),
     "nflows: ActNorm of a constant feature": ("nflows", partial(nflows_actnorm, 1), "constant"),
@@ -336,22 +319,11 @@ def test_a_distribution_that_refuses_what_is_not_finite_is_not_where_it_began():
 
 
 def test_infinities_that_are_masked_out_are_no_finding():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return x * self.w
-
-        def inverse(self, z):
-            return z / self.w
-
     def loss(model, x):
         worst = (1 / (x - x)).detach()  # infinite, and never used
         return model(x).square().mean() + 0 * torch.where(torch.isfinite(worst), worst, torch.zeros_like(worst)).sum()
 
-    assert not bilip.diagnose(Masked(), torch.randn(4, 2), loss=loss).found
+    assert not bilip.diagnose(bilip.blocks.ActNorm(2, start="identity"), torch.randn(4, 2), loss=loss).found
 
 
 def test_a_gradient_that_breaks_although_the_loss_is_finite():
@@ -585,8 +557,7 @@ def test_more_bits_and_fewer_blocks_allow_more():
             for d in bilip.advise(*given).designs
         ]
 
-    for more, less in ((("float64",), ("float32",)),):
-        assert all(a > b for a, b in zip(constants(16, *more), constants(16, *less), strict=True))
+    assert all(a > b for a, b in zip(constants(16, "float64"), constants(16, "float32"), strict=True))
     assert all(a > b for a, b in zip(constants(4), constants(16), strict=True))
 
 
@@ -612,12 +583,10 @@ def test_a_round_trip_keeps_what_is_advised():
         ((64, "float16"), "more bits or fewer blocks"),
         ((8, "float32", "wide"), "positive number"),
         ((8, "float32", [1.0]), "positive number"),
+        ({"depth": 8, "tolerance": 2.0}, "between 0 and 1"),
+        ({"depth": 8, "features": 1}, "2 or more"),
     ],
 )
 def test_bad_input_of_advise_is_one_line(given, said):
     with pytest.raises(InputError, match=said):
-        bilip.advise(*given)
-    with pytest.raises(InputError, match="between 0 and 1"):
-        bilip.advise(8, tolerance=2.0)
-    with pytest.raises(InputError, match="2 or more"):
-        bilip.advise(8, features=1)
+        bilip.advise(**given) if isinstance(given, dict) else bilip.advise(*given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,29 @@ from bilip import models
 from bilip.auditing.budget import BUDGETS
 from bilip.cures import RUNGS
 from bilip.cures.rung import Rung
+from bilip.cures.treated import copied, wrapped
+from bilip.cures.tuning import Tuning, first_of
 from bilip.errors import CheckpointError, InputError
 from catalogue import Map
 from in_process import command_line
-from stacks import FLOWS, bilip_flow, freia_flow, zuko_maf
+from stacks import FLOWS, bilip_flow, freia_flow, nflows_flow, zuko_maf
 
 BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128, bad_share=0.04, log_dets=1)
 
 
 def cure(model, data, **options):
     return bilip.cure(model, data, **({"budget": BUDGET} | options))
+
+
+def inverted(model, **options):
+    """A cure of the inversion on a few points."""
+    return cure(model, points(), uses=["inversion"], **options)
+
+
+def re_ranged(model, **options):
+    """The same by bounded scales, tuned for a few steps, at any cost."""
+    few = {"train": points(2000, 7), "steps": 30, "most_cost": 1e9, "rungs": ["re-range"]}
+    return inverted(model, **(few | options))
 
 
 def points(count: int = 256, seed: int = 5) -> torch.Tensor:
@@ -44,61 +58,53 @@ def made(name: str, log_scale: float = -4.0):
 
 @pytest.mark.parametrize("name", list(FLOWS))
 def test_more_bits_cure_a_flow_of_every_library_without_touching_it(name, tmp_path):
-    model = made(name)
-    before = state(model)
-    result = cure(model, points(), uses=["inversion"], rungs=["settings", "arithmetic"], all_rungs=True)
-    assert all(torch.equal(value, before[key]) for key, value in state(model).items() if key in before)
+    result = check_cure(name, tmp_path, torch.float64, inverted, rungs=["settings", "arithmetic"], all_rungs=True)
     assert result.before.verdicts["inversion"].status == "unsafe"
-    assert result.status == "cured", str(result)
     assert result.after is not None
     assert result.after.verdicts["inversion"].status == "safe"
     whole = result.tried[-1]
     assert whole.what == "the whole model in float64"
     assert whole.outcome == "cured"
-    # an independent check: other samples, straight through the map that is handed over
-    x = points(seed=6)
-    cured = bilip.as_bijection(result.model)
+    owner = result.model if isinstance(result.model, nn.Module) else bilip.as_bijection(result.model)
+    assert not any(part.training for part in owner.modules())
+    assert json.loads((tmp_path / "cure.json").read_text())["status"] == "cured"
+    if name not in ("bilip", "FrEIA"):  # it still samples and scores by the library's own methods
+        assert result.model.sample(5).shape == (5, 4)
+        assert torch.isfinite(result.model.log_prob(points(5))).all()
+
+
+@pytest.mark.parametrize("name", list(FLOWS))
+def test_bounded_scales_cure_a_flow_of_every_library(name, tmp_path):
+    def fit(model, batch):  # any loss: here the latents are drawn to the data
+        return (bilip.as_bijection(model)(batch) - batch).square().mean()
+
+    check_cure(name, tmp_path, torch.float32, re_ranged, loss=fit)
+
+
+def check_cure(name, folder, dtype, way, **options):
+    """The model stays, another is handed over and holds on other samples, and comes back from its folder into other weights."""
+    model = made(name)
+    before = state(model)
+    result = way(model, **options)
+    assert all(torch.equal(value, before[key]) for key, value in state(model).items() if key in before)
+    assert result.status == "cured", str(result)
+    x, cured = points(seed=6), bilip.as_bijection(result.model)
     with torch.no_grad():
         z = cured(x)
         error = (cured.inverse(z).double() - x.double()).norm(dim=1) / x.double().norm(dim=1)
-    assert z.dtype == torch.float64
+    assert z.dtype == dtype
     assert float((error > 3.5e-4).double().mean()) < 0.04
-    whole = result.model.modules() if isinstance(result.model, nn.Module) else cured.modules()
-    assert not any(part.training for part in whole)
-    # it comes back from its folder, into a model with other weights
-    result.save(tmp_path)
-    again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), tmp_path))
+    result.save(folder)
+    again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), folder))
     with torch.no_grad():
         assert torch.equal(again(x), z)
-    assert json.loads((tmp_path / "cure.json").read_text())["status"] == "cured"
-
-
-@pytest.mark.parametrize("name", ["nflows", "zuko", "normflows", "pyro"])
-def test_a_flow_in_float64_still_samples_and_scores(name):
-    result = cure(made(name), points(), uses=["inversion"], rungs=["arithmetic"])
-    assert result.model.sample(5).shape == (5, 4)
-    assert torch.isfinite(result.model.log_prob(points(5))).all()
+    return result
 
 
 def test_a_conditional_base_takes_its_context_after_a_cure_in_float64():
     pytest.importorskip("nflows")
-    from nflows import distributions, flows, transforms
-    from nflows.nn.nets import ResidualNet
-
     torch.manual_seed(0)
-    parts = [
-        transforms.AffineCouplingTransform(
-            [(k + j) % 2 for j in range(4)], lambda i, o: ResidualNet(i, o, 16, num_blocks=1, context_features=3)
-        )
-        for k in range(8)
-    ]
-    base = distributions.ConditionalDiagonalNormal([4], context_encoder=nn.Linear(3, 8))
-    model = flows.Flow(transforms.CompositeTransform(parts), base).eval()
-    with torch.no_grad():
-        for part in parts:
-            last = part.transform_net.final_layer
-            last.weight[2:] *= 0.1
-            last.bias[2:] = -6.5
+    model = nflows_flow(-4.4, context=3)
     context = torch.randn(256, 3, generator=torch.Generator().manual_seed(1))
     result = cure(model, (points(), context), uses=["inversion"], rungs=["arithmetic"], all_rungs=True)
     assert [a.outcome for a in result.tried if a.settings.get("float64_state") or a.settings.get("float64")] == [
@@ -113,24 +119,17 @@ def test_a_conditional_base_takes_its_context_after_a_cure_in_float64():
         assert attempt.treated.model.sample(20, context[:20]).shape == (20, 4)
 
 
-def test_a_model_that_is_safe_is_handed_back_as_a_copy():
-    model = bilip_flow(-0.1)
-    result = cure(model, points())
+def test_what_is_safe_is_handed_back_as_a_copy_and_a_folder_holds_one_cure(tmp_path):
+    fine, x = bilip_flow(-0.1), points(20, 7)
+    result = cure(fine, points())
     assert result.status == "not needed"
     assert result.tried == ()
-    assert result.model is not model
-
-
-def test_a_folder_holds_one_cure_and_no_remains_of_another(tmp_path):
-    fine = bilip_flow(-0.1)
-    x = points(20, 7)
-    cure(fine, points()).save(tmp_path)
+    assert result.model is not fine
+    result.save(tmp_path)
     torch.manual_seed(9)
-    again = bilip.cures.restore(
-        bilip_flow(-0.3), tmp_path
-    )  # nothing was needed: the weights are those that were found safe
+    again = bilip.cures.restore(bilip_flow(-0.3), tmp_path)  # with the weights that were found safe
     assert torch.equal(again.bijection(x), fine.bijection(x))
-    cure(bilip_flow(-12.0), points(), uses=["inversion"], rungs=["settings"]).save(tmp_path)
+    inverted(bilip_flow(-12.0), rungs=["settings"]).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before.json", "cure.json"]
     with pytest.raises(CheckpointError, match="holds no model: nothing that was tried"):
         bilip.cures.restore(bilip_flow(), tmp_path)
@@ -138,7 +137,7 @@ def test_a_folder_holds_one_cure_and_no_remains_of_another(tmp_path):
 
 def test_what_needs_a_loss_is_skipped_and_named_without_one():
     seen = []
-    result = cure(bilip_flow(-12.0), points(), uses=["inversion"], each=seen.append)
+    result = inverted(bilip_flow(-12.0), each=seen.append)
     assert tuple(seen) == result.tried
     assert result.status == "not cured"
     assert result.model is None
@@ -147,6 +146,16 @@ def test_what_needs_a_loss_is_skipped_and_named_without_one():
     )
 
 
+@pytest.fixture
+def own_rungs():
+    """Rungs that a test defines are gone after it."""
+    before = dict(RUNGS)
+    yield
+    RUNGS.clear()
+    RUNGS.update(before)
+
+
+@pytest.mark.usefixtures("own_rungs")
 def test_nothing_unsafe_is_handed_over_and_time_over_gives_the_best_so_far():
     model = bilip_flow(-12.0)
     result = cure(model, points(), uses=["inversion", "sampling"], rungs=["arithmetic"])
@@ -161,20 +170,16 @@ def test_nothing_unsafe_is_handed_over_and_time_over_gives_the_best_so_far():
             yield {}, "nothing"
 
         def finish(self, treated, settings, case):
-            import time
-
             while case.left() > 0:
                 time.sleep(0.01)
             return {}
 
-    try:
-        late = cure(model, points(), uses=["inversion", "sampling"], rungs=["slow", "arithmetic"], time=2.0)
-    finally:
-        RUNGS.pop("slow")
+    late = cure(model, points(), uses=["inversion", "sampling"], rungs=["slow", "arithmetic"], time=2.0)
     assert late.status in ("best so far", "not cured")
     assert late.status == "best so far" or late.model is None
 
 
+@pytest.mark.usefixtures("own_rungs")
 def test_a_cure_that_ruins_a_safe_use_is_not_handed_over():
     class Ruins(Rung):
         name = "ruins"
@@ -184,15 +189,9 @@ def test_a_cure_that_ruins_a_safe_use_is_not_handed_over():
             yield {}, "a latent that forgets its scale"
 
         def apply(self, treated, settings):
-            from bilip.cures.treated import wrapped
-
             return wrapped(treated, Map(log_det=lambda x: x.new_full((len(x),), 7.0)))
 
-    model = made("bilip")
-    try:
-        result = cure(model, points(), uses=["inversion"], rungs=["ruins"])
-    finally:
-        RUNGS.pop("ruins")
+    result = inverted(made("bilip"), rungs=["ruins"])
     assert result.status == "not cured"
     assert result.tried[0].outcome == "not safe"
 
@@ -214,7 +213,7 @@ def test_autocast_is_switched_off_where_it_alone_breaks_the_model():
     torch.manual_seed(0)
     model, x = Mixing(), points(seed=6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = cure(model, points(), uses=["inversion"])
+        result = inverted(model)
         with torch.no_grad():
             error = (result.model.inverse(result.model(x)) - x).norm(dim=1)
     assert result.status == "cured", str(result)
@@ -240,13 +239,13 @@ def test_a_solver_that_stops_early_goes_on():
             return x
 
     model = Residual()
-    result = cure(model, points(), uses=["inversion"], rungs=["settings"])
+    result = inverted(model, rungs=["settings"])
     assert result.status == "cured", str(result)
     assert (result.model.fixed_point_iterations, model.fixed_point_iterations) == (40, 4)
 
 
 def test_uses_that_were_not_asked_for_can_be_left_out():
-    result = cure(made("bilip"), points(), uses=["inversion"], rungs=["arithmetic"], others=False)
+    result = inverted(made("bilip"), rungs=["arithmetic"], others=False)
     assert result.cured
     assert result.after is not None
     assert result.after.verdicts["likelihood"].status == "not-measured"
@@ -287,10 +286,8 @@ def test_time_that_ends_before_the_first_audit_proves_nothing():
 
 
 def test_a_held_out_loss_that_is_not_finite_is_never_handed_over():
-    result = cure(
+    result = inverted(
         made("bilip"),
-        points(),
-        uses=["inversion"],
         train=points(300, 7),
         loss=lambda model, batch: model.log_prob(batch).mean() * torch.nan,
         rungs=["arithmetic"],
@@ -317,16 +314,7 @@ def test_what_is_frozen_stays_as_it_is_while_the_rest_is_tuned():
     model = bilip_flow(-4.0)
     frozen, free = (model.bijection[0].t.layers[k].weight for k in (0, 2))
     frozen.requires_grad_(False)
-    result = cure(
-        model,
-        points(),
-        uses=["inversion"],
-        loss=far_from(model),
-        train=points(400, 7),
-        steps=5,
-        most_cost=1e9,
-        rungs=["re-range"],
-    )
+    result = re_ranged(model, loss=far_from(model), train=points(400, 7), steps=5)
     assert result.chosen is not None, str(result)
     assert result.chosen.facts["steps"] == 5
     layers = result.model.bijection[0].t.net.layers
@@ -338,15 +326,12 @@ def test_what_is_frozen_stays_as_it_is_while_the_rest_is_tuned():
 def test_a_model_that_is_frozen_as_a_whole_is_not_tuned():
     torch.manual_seed(0)
     model = bilip_flow(-4.0).requires_grad_(False)
-    result = cure(model, points(), uses=["inversion"], train=points(400, 7), rungs=["penalties"])
+    result = inverted(model, train=points(400, 7), rungs=["penalties"])
     assert {a.outcome for a in result.tried} == {"skipped"}
     assert all("no parameter may be tuned" in a.reason for a in result.tried)
 
 
 def test_train_may_be_whatever_gives_batches():
-    from bilip.cures.treated import copied
-    from bilip.cures.tuning import Tuning, first_of
-
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             yield from points(100, 7)
@@ -369,20 +354,11 @@ def test_train_may_be_whatever_gives_batches():
 def test_reading_a_loader_draws_none_of_the_callers_random_numbers():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(points(300, 7)), 32, shuffle=True)
     model, before = bilip_flow(-0.1), torch.get_rng_state()
-    cure(
-        model,
-        points(),
-        uses=["inversion"],
-        train=loader,
-        loss=lambda model, batch: -model.log_prob(batch[0]).mean(),
-    )
+    inverted(model, train=loader, loss=lambda model, batch: -model.log_prob(batch[0]).mean())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_held_out_batches_are_taken_as_they_are():
-    from bilip.cures.treated import copied
-    from bilip.cures.tuning import Tuning
-
     treated = copied(bilip_flow(-0.1))
     lists = [torch.ones(3, 4), torch.zeros(2, 4)]
     for held_out, sizes in ((lists, [3, 2]), (torch.ones(300, 4), [256, 44]), (None, [30])):
@@ -446,46 +422,10 @@ class TestBadInput:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["bilip", "nflows", "normflows", "zuko", "FrEIA", "pyro"])
-def test_bounded_scales_cure_a_flow_of_every_library(name, tmp_path):
-    model = made(name)
-
-    def fit(model, batch):  # any loss: here the latents are drawn to the data
-        return (bilip.as_bijection(model)(batch) - batch).square().mean()
-
-    before = state(model)
-    result = cure(
-        model,
-        points(),
-        uses=["inversion"],
-        loss=fit,
-        train=points(2000, 7),
-        steps=30,
-        most_cost=1e9,
-        rungs=["re-range"],
-    )
-    assert all(torch.equal(value, before[key]) for key, value in state(model).items() if key in before)
-    assert result.status == "cured", str(result)
-    x = points(seed=6)
-    cured = bilip.as_bijection(result.model)
-    with torch.no_grad():
-        z = cured(x)
-        error = (cured.inverse(z) - x).norm(dim=1) / x.norm(dim=1)
-    assert z.dtype == torch.float32
-    assert float((error > 3.5e-4).double().mean()) < 0.04
-    result.save(tmp_path)
-    again = bilip.as_bijection(bilip.cures.restore(made(name, -0.1), tmp_path))
-    with torch.no_grad():
-        assert torch.equal(again(x), z)
-
-
 def test_an_autoregressive_flow_is_re_ranged_too():
     pytest.importorskip("zuko")
     torch.manual_seed(0)
-    model = zuko_maf(-6.0)
-    result = cure(
-        model, points(), uses=["inversion"], train=points(2000, 7), steps=30, most_cost=1e9, rungs=["re-range"]
-    )
+    result = re_ranged(zuko_maf(-6.0))
     assert result.status == "cured", str(result)
 
 
@@ -503,16 +443,7 @@ def test_a_loss_with_parameters_is_copied_and_tuned_along():
     torch.manual_seed(0)
     head, x = Head(), points(1500, 7)
     before = head.layer.weight.clone()
-    result = cure(
-        bilip_flow(-12.0),
-        points(),
-        uses=["inversion"],
-        loss=head,
-        train=(x, (x[:, 0] > 0).long()),
-        steps=20,
-        most_cost=1e9,
-        rungs=["re-range"],
-    )
+    result = re_ranged(bilip_flow(-12.0), loss=head, train=(x, (x[:, 0] > 0).long()), steps=20)
     assert result.cured, str(result)
     assert torch.equal(head.layer.weight, before)
     assert isinstance(result.loss, Head)
@@ -527,17 +458,12 @@ def test_a_loss_for_the_librarys_own_object_is_given_that():
 
     pytest.importorskip("FrEIA")
     torch.manual_seed(0)
-    result = cure(
-        freia_flow(),
-        points(),
-        uses=["inversion"],
-        loss=nll,
-        train=points(600, 7),
-        rungs=["arithmetic"],
-        all_rungs=True,
-    )
+    result = inverted(freia_flow(), loss=nll, train=points(600, 7), rungs=["arithmetic"], all_rungs=True)
     assert result.tried[-1].outcome == "cured", str(result)
     assert abs(result.tried[-1].cost["rise"]) < 1e-2 * abs(result.held_out["loss"])
+
+
+CURE = ("cure", "--data", "x.npy", "--out", "cured", "--ood", "")
 
 
 @pytest.fixture
@@ -550,7 +476,7 @@ def run(monkeypatch, capfd, tmp_path):
 
 
 def test_a_checkpoint_is_cured_and_comes_back(run):
-    code, out, _ = run("cure", "broken", "--data", "x.npy", "--uses", "inversion", "--out", "cured", "--ood", "")
+    code, out, _ = run(*CURE, "broken", "--uses", "inversion")
     assert code == 0, out
     assert "Cured: inversion safe now" in out
     document = json.loads(Path("cured/cure.json").read_text())
@@ -568,7 +494,7 @@ def test_a_checkpoint_is_cured_and_comes_back(run):
 def test_what_is_not_cured_ends_with_code_1_and_one_line(run):
     torch.manual_seed(0)
     models.save(bilip_flow(-15.0), "worse")
-    code, out, err = run("cure", "worse", "--data", "x.npy", "--uses", "inversion", "--out", "cured", "--ood", "")
+    code, out, err = run(*CURE, "worse", "--uses", "inversion")
     assert code == 1
     assert "Not cured" in out
     assert "Fine-tuning needs --train" in out
@@ -596,10 +522,8 @@ def test_bad_input_is_one_line_and_code_2(run, args, said):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.usefixtures("own_rungs")
 def test_ctrl_c_leaves_the_best_so_far(run):
-    from bilip.cures import RUNGS
-    from bilip.cures.rung import Rung
-
     class Endless(Rung):
         name = "endless"
         place = 90
@@ -609,12 +533,7 @@ def test_ctrl_c_leaves_the_best_so_far(run):
 
     torch.manual_seed(0)
     models.save(bilip_flow(-12.0), "worse")
-    try:
-        code, out, _ = run(
-            "cure", "worse", "--data", "x.npy", "--out", "cured", "--rungs", "arithmetic,endless", "--ood", ""
-        )
-    finally:
-        RUNGS.pop("endless")
+    code, out, _ = run(*CURE, "worse", "--rungs", "arithmetic,endless")
     assert code == 130
     assert "best so far" in out or "Not cured" in out
     assert Path("cured/cure.json").exists()

@@ -26,11 +26,10 @@ BUDGET = replace(BUDGETS["quick"], samples=256, noise=256, draws=256, batch=128,
 
 
 def nflows_spline(steep: float, kind: str = "coupling"):
-    nflows = pytest.importorskip("nflows")
+    pytest.importorskip("nflows")
     from nflows import distributions, flows, transforms
     from nflows.nn.nets import ResidualNet
 
-    assert nflows is not None
     torch.manual_seed(0)
     options = {"tails": "linear", "tail_bound": 3.0, "num_bins": 8}
     if kind == "coupling":
@@ -56,12 +55,8 @@ def nflows_spline(steep: float, kind: str = "coupling"):
 def normflows_spline(steep: float, kind: str = "coupling"):
     nf = pytest.importorskip("normflows")
     torch.manual_seed(0)
-    make = (
-        nf.flows.CoupledRationalQuadraticSpline
-        if kind == "coupling"
-        else nf.flows.AutoregressiveRationalQuadraticSpline
-    )
-    parts = [make(4, 1, 16) for _ in range(3)]
+    make = {"coupling": "CoupledRationalQuadraticSpline", "autoregressive": "AutoregressiveRationalQuadraticSpline"}
+    parts = [getattr(nf.flows, make[kind])(4, 1, 16) for _ in range(3)]
     flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(4, trainable=False), parts).eval()
     with torch.no_grad():
         for name, p in flow.named_parameters():
@@ -130,8 +125,6 @@ def test_without_tails_nothing_is_raised_outside():
 
 
 def test_a_model_without_splines_is_skipped_with_the_reason():
-    from stacks import bilip_flow
-
     result = bilip.cure(bilip_flow(), torch.randn(256, 4), uses=["inversion"], rungs=["replacements"], budget=BUDGET)
     assert result.tried[0].outcome == "skipped"
     assert "no block" in result.tried[0].reason

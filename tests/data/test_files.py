@@ -19,20 +19,22 @@ X = np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32)
 C = np.arange(100, dtype=np.float32).reshape(50, 2)
 
 
+def saved(path, compressed=False, **arrays):
+    """A file of the kind that its name says; an .npy file has the first of the arrays."""
+    if path.suffix == ".npy":
+        np.save(path, next(iter(arrays.values())))
+    elif path.suffix == ".npz":
+        (np.savez_compressed if compressed else np.savez)(path, **arrays)
+    else:
+        save_file({name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}, path)
+    return path
+
+
 def write(path, form):
-    if form == "npy":
-        np.save(path / "x.npy", X)
-        return path / "x.npy"
-    if form == "fortran":
-        np.save(path / "x.npy", np.asfortranarray(X))
-        return path / "x.npy"
-    if form == "safetensors":
-        save_file({"x": torch.from_numpy(X), "context": torch.from_numpy(C)}, path / "x.safetensors")
-        return path / "x.safetensors"
-    save = np.savez_compressed if form == "npz compressed" else np.savez
-    x = np.asfortranarray(X) if form == "npz fortran" else X.astype(">f4") if form == "npz big-endian" else X
-    save(path / "x.npz", x=x, context=C, y=np.arange(50))
-    return path / "x.npz"
+    kind = "npy" if form == "fortran" else form.split()[0]
+    x = np.asfortranarray(X) if "fortran" in form else X.astype(">f4") if "big-endian" in form else X
+    more = {"y": np.arange(50)} if kind == "npz" else {}
+    return saved(path / f"x.{kind}", "compressed" in form, x=x, context=C, **more)
 
 
 FORMS = ["npy", "fortran", "npz", "npz compressed", "npz fortran", "npz big-endian", "safetensors"]
@@ -78,12 +80,7 @@ def test_an_npz_file_is_never_unpacked_as_a_whole(tmp_path, save):
 @pytest.mark.parametrize(("names", "good"), [(["data"], True), (["data", "context"], True), (["a", "b"], False)])
 @pytest.mark.parametrize("form", ["npz", "safetensors"])
 def test_keys(tmp_path, names, good, form):
-    arrays = {name: X.copy() for name in names}
-    path = tmp_path / f"f.{form}"
-    if form == "npz":
-        np.savez(path, **arrays)
-    else:
-        save_file({k: torch.from_numpy(v) for k, v in arrays.items()}, path)
+    path = saved(tmp_path / f"f.{form}", **dict.fromkeys(names, X))
     if good:
         assert as_source("test", path).count == 50
     else:
@@ -242,14 +239,7 @@ def test_a_picture_that_would_fill_the_memory(tmp_path):
 @pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
 @pytest.mark.parametrize(("shape", "message"), [((0, 3), "nothing in them"), ((5,), "single number"), ((), "")])
 def test_odd_shapes(tmp_path, name, shape, message):
-    path = tmp_path / name
-    if name.endswith("npy"):
-        np.save(path, np.zeros(shape))
-    elif name.endswith("npz"):
-        np.savez(path, np.zeros(shape))
-    else:
-        save_file({"x": torch.zeros(shape)}, path)
-    one_line(path, message)
+    one_line(saved(tmp_path / name, x=np.zeros(shape)), message)
 
 
 def photo(path, size=(4, 6), mode="RGB", seed=0):

@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import types
 
@@ -16,6 +14,7 @@ from PIL import Image
 from bilip.data import IMAGE_SETS, as_source, image_set, prepare_images
 from bilip.data import image_sets as module
 from bilip.errors import InputError, MissingExtra
+from in_process import command_line
 
 DRAW = np.random.default_rng(0)
 
@@ -158,19 +157,14 @@ def test_through_hugging_face(tmp_path, monkeypatch):
         prepare_images("places", None, tmp_path)
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch, capfd):
     np.savez(tmp_path / "svhn.npz", x=pixels(2), y=np.arange(2))
-
-    def run(*words):
-        command = [sys.executable, "-m", "bilip", "data", *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
-
-    done = run("svhn", "--from", tmp_path, "--to", tmp_path / "to")
-    assert done.returncode == 0, done.stderr
-    assert "svhn test: 2 images, a part of 26,032" in done.stdout
-    assert torch.equal(image_set("svhn", folder=tmp_path / "to").y, torch.arange(2))
-    listed = run("--to", tmp_path / "to").stdout
+    run, to = command_line(monkeypatch, capfd), str(tmp_path / "to")
+    code, out, err = run("data", "svhn", "--from", str(tmp_path), "--to", to)
+    assert code == 0, err
+    assert "svhn test: 2 images, a part of 26,032" in out
+    assert torch.equal(image_set("svhn", folder=to).y, torch.arange(2))
+    listed = run("data", "--to", to)[1]
     assert all(name in listed for name in IMAGE_SETS)
-    failed = run("svhn", "--from", tmp_path / "nowhere")
-    assert failed.returncode == 2
-    assert failed.stderr.count("\n") == 1
+    code, _, err = run("data", "svhn", "--from", str(tmp_path / "nowhere"))
+    assert (code, err.count("\n")) == (2, 1)

@@ -94,21 +94,27 @@ def test_a_pickle_runs_nothing(tmp_path, protocol):
     assert not (tmp_path / "pwned").exists()
 
 
+FOREIGN = [
+    b"",
+    b"garbage",
+    pickle.dumps([1, 2]),
+    pickle.dumps({"data": np.array([None])}, protocol=2),
+    pickle.dumps({"data": np.zeros(3, "U4")}, protocol=2),
+    b"\x80\x02}q\x01(U\x04datacnumpy\ndtype\n(U\x02u1K\x00K\x01tRK\x01bu.",
+    b"\x80\x02}(U\x04datacnumpy\nndarray\n)\x81u.",
+]
+# one thing remembered as number 2^31 - 1: gigabytes of empty places
+FILLING = [b"\x80\x02}r\xff\xff\xff\x7f.", b"\x80\x02}r\xff\xff\xff\xff.", b"(dp2147483647\n."]
+
+
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"garbage",
-        pickle.dumps([1, 2]),
-        pickle.dumps({"data": np.array([None])}, protocol=2),
-        pickle.dumps({"data": np.zeros(3, "U4")}, protocol=2),
-        b"\x80\x02}q\x01(U\x04datacnumpy\ndtype\n(U\x02u1K\x00K\x01tRK\x01bu.",
-        b"\x80\x02}(U\x04datacnumpy\nndarray\n)\x81u.",
-    ],
+    ("content", "said"),
+    [(one, "cannot be read as a plain pickle") for one in FOREIGN]
+    + [(one, "it remembers something as number") for one in FILLING],
 )
-def test_foreign_pickles(tmp_path, content):
+def test_foreign_pickles_and_those_that_would_fill_the_memory(tmp_path, content, said):
     (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(InputError, match="cannot be read as a plain pickle"):
+    with pytest.raises(InputError, match=said):
         load_plain(tmp_path / "batch")
 
 
@@ -187,20 +193,6 @@ def test_image_folders(tmp_path):
     assert load_images(tmp_path / "train" / "cat").y is None
     with pytest.raises(InputError, match="neither a folder nor an .npz"):
         load_images(tmp_path / "x.png")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x02}r\xff\xff\xff\x7f.",  # remembers one thing as number 2^31 - 1: gigabytes of empty places
-        b"\x80\x02}r\xff\xff\xff\xff.",
-        b"(dp2147483647\n.",
-    ],
-)
-def test_a_pickle_that_would_fill_the_memory(tmp_path, content):
-    (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(InputError, match="it remembers something as number"):
-        load_plain(tmp_path / "batch")
 
 
 def test_a_pickle_cannot_change_the_functions_that_read_the_next_one(tmp_path):

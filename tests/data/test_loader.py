@@ -36,35 +36,32 @@ class Stream(IterableDataset):
             k += 1
 
 
+def refused(says, read):
+    """The sentence with which something is refused, on one line."""
+    with pytest.raises(InputError, match=says) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def rows(value, **options):
     return as_source("test", value, **options).read(0, as_source("test", value, **options).count)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        TensorDataset(X),
-        TensorDataset(X, LABELS),
-        Items(lambda k: X[k]),
-        Items(lambda k: (X[k].numpy(), k)),
-        Items(lambda k: [X[k], "a name", 3]),
-        Items(lambda k: (X[k],)),
-        DataLoader(TensorDataset(X, LABELS), batch_size=7),
-        DataLoader(X, batch_size=7),
-        DataLoader(Items(lambda k: X[k]), batch_size=20),
-    ],
-    ids=[
-        "tensors",
-        "labelled",
-        "items",
-        "numpy and label",
-        "list",
-        "single",
-        "loader",
-        "loader of a tensor",
-        "one batch",
-    ],
-)
+VALUES = {
+    "tensors": TensorDataset(X),
+    "labelled": TensorDataset(X, LABELS),
+    "items": Items(lambda k: X[k]),
+    "numpy and label": Items(lambda k: (X[k].numpy(), k)),
+    "list": Items(lambda k: [X[k], "a name", 3]),
+    "single": Items(lambda k: (X[k],)),
+    "loader": DataLoader(TensorDataset(X, LABELS), batch_size=7),
+    "loader of a tensor": DataLoader(X, batch_size=7),
+    "one batch": DataLoader(Items(lambda k: X[k]), batch_size=20),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_the_first_entry_is_x(value):
     found = rows(value)
     assert torch.equal(found.x, X)
@@ -121,10 +118,7 @@ def test_no_more_is_read_than_asked_for():
     ],
 )  # fmt: skip
 def test_what_is_no_sample_is_said_in_one_line(value, says):
-    with pytest.raises(InputError, match=says) as caught:
-        as_source("test", value)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith("source 'test'")
+    assert refused(says, lambda: as_source("test", value)).startswith("source 'test'")
 
 
 @pytest.mark.parametrize("context", [0, 1])
@@ -207,20 +201,13 @@ def test_a_long_csv_file(tmp_path):
         ("a,b\n", "holds no numbers"),
         ("", "holds no numbers"),
         ("a,b\n1,2\n3,nan\n", "sample 1 holds NaN"),
+        (b"\x89PNG\xff\xfe\x00", "not a text in UTF-8"),
     ],
 )
 def test_bad_csv_files_are_said_in_one_line(tmp_path, text, says):
     path = tmp_path / "x.csv"
-    path.write_text(text)
-    with pytest.raises(InputError, match=says) as caught:
-        as_source("test", path).check()
-    assert "\n" not in str(caught.value)
-
-
-def test_a_csv_file_that_is_none(tmp_path):
-    (tmp_path / "x.csv").write_bytes(b"\x89PNG\xff\xfe\x00")
-    with pytest.raises(InputError, match="not a text in UTF-8"):
-        as_source("test", tmp_path / "x.csv")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(says, lambda: as_source("test", path).check())
 
 
 @pytest.mark.parametrize(
@@ -261,24 +248,18 @@ class Evil:
 )  # fmt: skip
 def test_other_files_of_torch_save_are_refused_in_one_line(tmp_path, held, says):
     torch.save(held, tmp_path / "x.pt")
-    with pytest.raises(InputError, match=says) as caught:
-        as_source("test", tmp_path / "x.pt")
-    assert "\n" not in str(caught.value)
+    refused(says, lambda: as_source("test", tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize("content", [b"", b"no file of torch", b"PK\x03\x04 cut"])
 def test_a_pt_file_that_is_none(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(InputError, match="x.pt") as caught:
-        as_source("test", tmp_path / "x.pt")
-    assert "\n" not in str(caught.value)
+    refused("x.pt", lambda: as_source("test", tmp_path / "x.pt"))
 
 
 def test_sources_with_other_features_are_said_in_one_line():
     flow = bilip.Flow(bilip.models.real_nvp(3, blocks=1, hidden=(4,)))
-    with pytest.raises(InputError, match=r"the sources differ in shape.*\(3,\).*'far' \(4,\)") as caught:
-        bilip.audit(flow, {"test": TensorDataset(X), "far": torch.zeros(5, 4)}, ood=["far"])
-    assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"takes no batch of shape \(4, 4\)") as caught:
-        bilip.audit(flow, DataLoader(TensorDataset(torch.randn(20, 4)), 5), budget="quick")
-    assert "\n" not in str(caught.value)
+    two = {"test": TensorDataset(X), "far": torch.zeros(5, 4)}
+    refused(r"the sources differ in shape.*\(3,\).*'far' \(4,\)", lambda: bilip.audit(flow, two, ood=["far"]))
+    other = DataLoader(TensorDataset(torch.randn(20, 4)), 5)
+    refused(r"takes no batch of shape \(4, 4\)", lambda: bilip.audit(flow, other, budget="quick"))

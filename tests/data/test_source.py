@@ -179,23 +179,20 @@ def test_chunks_are_functions_of_their_index(start, length):
 @pytest.mark.parametrize("kind", ["tensor", "npy", "npz", "safetensors", "folder", "pixels"])
 def test_a_shuffled_source_holds_the_same_rows_in_another_order(kind, tmp_path):
     x = np.random.default_rng(0).integers(0, 255, (40, 4, 5, 3), dtype=np.uint8)
-    value = x
+    value, floats = x, x.astype(np.float32)
     if kind == "tensor":
-        value = torch.tensor(x).float()
-    elif kind == "npy":
-        np.save(tmp_path / "x.npy", x.astype(np.float32))
-        value = tmp_path / "x.npy"
-    elif kind == "npz":
-        np.savez_compressed(tmp_path / "x.npz", x=x.astype(np.float32))
-        value = tmp_path / "x.npz"
-    elif kind == "safetensors":
-        pytest.importorskip("safetensors.torch").save_file({"x": torch.tensor(x).float()}, tmp_path / "x.safetensors")
-        value = tmp_path / "x.safetensors"
+        value = torch.tensor(floats)
     elif kind == "folder":
         image = pytest.importorskip("PIL.Image")
         for k, pixels in enumerate(x):
             image.fromarray(pixels).save(tmp_path / f"{k:02d}.png")
         value = tmp_path
+    elif kind != "pixels":
+        value = tmp_path / f"x.{kind}"
+        if kind == "safetensors":
+            pytest.importorskip("safetensors.numpy").save_file({"x": floats}, value)
+        else:
+            np.save(value, floats) if kind == "npy" else np.savez_compressed(value, x=floats)
     plain = as_source("test", value)
     mixed = plain.shuffled(3)
     order = [mixed.row(k) for k in range(40)]

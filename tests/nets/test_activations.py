@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bilip.blocks import Residual
-from bilip.bounds import Box, norms
+from bilip.bounds import Box
 from bilip.errors import InputError
 from bilip.nets import MLP, Declared, HeldLinear, activations, point_image
 from bilip.nets.activations import ScaledSwish
@@ -172,17 +172,6 @@ def test_an_error_of_the_input_is_carried_on(name):
     assert bool((far <= known.point(x, torch.full((97,), 0.01 + 1e-15, dtype=F64))[1]).all())
 
 
-def test_norms_are_rounded_up_at_any_size():
-    for size in (1e-320, 1e-200, 1e-30, 1.0, 1e150, 1e307):
-        x = size * torch.tensor([[0.6, -0.8], [0.0, 0.0], [0.0, 1.0]], dtype=F64)
-        with mpmath.workdps(50):
-            for row, found in zip(x.tolist(), norms(x).tolist(), strict=True):
-                true = mpmath.sqrt(sum(mpmath.mpf(v) ** 2 for v in row))
-                assert true * (1 - mpmath.mpf(2) ** -60) <= found <= true * (1 + 1e-14) + 1e-322
-    assert norms(torch.tensor([[math.inf, 1.0], [math.nan, 1.0]], dtype=F64)).tolist() == [math.inf, math.inf]
-    assert norms(torch.zeros(2, 0, dtype=F64)).tolist() == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("weight", [1e-170, 1e-30, 1.0, 1e30, 1e170])
 @pytest.mark.parametrize("size", [1e-170, 1.0, 1e130])
 def test_a_linear_layer_is_as_near_as_it_says_at_any_size(weight, size):
@@ -277,7 +266,11 @@ def test_a_declared_net_is_charged_for_the_digits_in_which_it_computes(inside, d
     x = solution.x.double()
     for _ in range(100):
         x = z.double() - 0.5 * torch.sin(x * 3.1) / 3.1
-    assert ((solution.x.double() - x).abs()[:, 0] <= solution.error_bound).all()
+    errors = (solution.x.double() - x).abs()[:, 0]
+    assert (errors <= solution.error_bound).all()
+    if inside == torch.float32:
+        assert bool(solution.converged.all())
+        assert float(errors.max()) > 1e-8  # so the charge is not for nothing
 
 
 def test_a_declared_net_with_all_digits_is_charged_for_no_fewer():

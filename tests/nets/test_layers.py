@@ -11,6 +11,7 @@ from torch import nn
 from bilip.bounds import Box
 from bilip.errors import InputError, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldLinear, enclose, log_cap, log_lipschitz, point_image
+from catalogue import hooked, louder
 
 
 @settings(max_examples=25, deadline=None)
@@ -76,16 +77,6 @@ def test_gain_is_part_of_the_weight():
     assert log_lipschitz(nn.Sequential(layer)) > log_lipschitz(nn.Sequential(nn.Conv2d(2, 3, 1)))
 
 
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Louder(MLP):
-    def forward(self, x, context=None):
-        return 100 * super().forward(x, context)
-
-
 class Pretender(nn.Module):
     """Not one of ours, though it has layers and they are held."""
 
@@ -99,30 +90,20 @@ class Pretender(nn.Module):
         return -10 * self.layers(x)
 
 
-class Sliced(nn.Flatten):
-    def forward(self, x):
-        return 10 * x
-
-
-def hooked(layer):
-    layer.register_forward_hook(lambda module, inputs, output: 100 * output)
-    return layer
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LocalResponseNorm(2)),
-        lambda: Doubled(2, 2),
+        lambda: louder(nn.Linear, "forward")(2, 2),
         lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
         lambda: nn.GRUCell(2, 2),
-        lambda: Louder(2, 2, lipschitz=0.5),
+        lambda: louder(MLP, "forward")(2, 2, lipschitz=0.5),
         lambda: Pretender(),
         lambda: hooked(HeldLinear(2, 2, coefficient=0.5)),
         lambda: hooked(MLP(2, 2, lipschitz=0.5)),
         lambda: hooked(nn.Tanh()),
         lambda: hooked(Declared(nn.Tanh(), lipschitz=1.0)),
-        lambda: nn.Sequential(Sliced(), nn.Linear(2, 2)),
+        lambda: nn.Sequential(louder(nn.Flatten, "forward")(), nn.Linear(2, 2)),
         lambda: nn.Sequential(nn.Flatten(2), nn.Linear(2, 2)),
         lambda: nn.Softplus(threshold=0.1),
         lambda: nn.Upsample(scale_factor=2),
@@ -166,24 +147,24 @@ def test_non_finite_weights():
         log_lipschitz(net)
 
 
-def test_bad_sizes_and_contexts():
-    with pytest.raises(InputError, match="every size must be at least 1"):
-        MLP(0, 2)
-    with pytest.raises(InputError, match="every size must be at least 1"):
-        ConvNet(1, 1, hidden=0)
-    with pytest.raises(InputError, match=r"expected the sizes of the hidden layers"):
-        MLP(2, 2, hidden=8)
-    with pytest.raises(InputError, match=r"expected one number, the channels inside"):
-        ConvNet(1, 1, hidden=(8,))
-    for wrong in (lambda: MLP(2, 2, hidden=(4.5,)), lambda: MLP("2", 2), lambda: ConvNet(1, None)):
-        with pytest.raises(InputError, match="expected whole numbers"):
-            wrong()
-    with pytest.raises(InputError, match="pass context="):
-        MLP(2, 2, context=3)(torch.ones(1, 2))
-    with pytest.raises(InputError, match=r"context has shape \(1, 2\)"):
-        MLP(2, 2, context=3)(torch.ones(1, 2), torch.ones(1, 2))
-    with pytest.raises(InputError, match="lipschitz=-2"):
-        MLP(2, 2, lipschitz=-2)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: MLP(0, 2), "every size must be at least 1"),
+        (lambda: ConvNet(1, 1, hidden=0), "every size must be at least 1"),
+        (lambda: MLP(2, 2, hidden=8), "expected the sizes of the hidden layers"),
+        (lambda: ConvNet(1, 1, hidden=(8,)), "expected one number, the channels inside"),
+        (lambda: MLP(2, 2, hidden=(4.5,)), "expected whole numbers"),
+        (lambda: MLP("2", 2), "expected whole numbers"),
+        (lambda: ConvNet(1, None), "expected whole numbers"),
+        (lambda: MLP(2, 2, context=3)(torch.ones(1, 2)), "pass context="),
+        (lambda: MLP(2, 2, context=3)(torch.ones(1, 2), torch.ones(1, 2)), r"context has shape \(1, 2\)"),
+        (lambda: MLP(2, 2, lipschitz=-2), "lipschitz=-2"),
+    ],
+)
+def test_bad_sizes_and_contexts(wrong, said):
+    with pytest.raises(InputError, match=said):
+        wrong()
 
 
 # ---- layers of torch that can be read: no gain above the constant, no image outside the box, no value farther off than it says
@@ -264,34 +245,30 @@ def largest_gain(layer, shape):
     return float(torch.linalg.matrix_norm(torch.stack(rows, 1), ord=2).max())
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_gain_is_above_the_constant(name):
-    make, shape, near = LAYERS[name]
-    layer = trained(make().double())
+@pytest.fixture(params=LAYERS)
+def case(request):
+    """A layer, the shape of a sample, and how near a gain must come to the constant."""
+    make, shape, near = LAYERS[request.param]
+    return trained(make().double()), shape, near
+
+
+def test_no_gain_and_no_difference_is_above_the_constant(case):
+    layer, shape, near = case
     gain = largest_gain(layer, shape)
     sharp, any_size = math.exp(log_lipschitz(layer, shape)), math.exp(log_lipschitz(layer))
     assert gain <= sharp * (1 + 1e-12)
     assert sharp <= any_size * (1 + 1e-12)
     assert gain >= near * sharp
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_difference_is_above_the_constant(name):
-    make, shape, _ = LAYERS[name]
-    layer = trained(make().double())
-    bound = math.exp(log_lipschitz(layer, shape))
     for scale in (1e-3, 1.0, 30.0):
         x = points(shape, 100, scale)
         y = torch.cat((x[50:], x[:50] + 1e-2 * scale * x[50:]))
         apart = (layer(x) - layer(y)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
-        assert float(apart.max()) <= bound * (1 + 1e-9)
+        assert float(apart.max()) <= sharp * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 0.5), (2.0, 2.001), (-30.0, 40.0), (-3.0, -3.0)])
-def test_no_image_lies_outside_the_box(name, low, high):
-    make, shape, _ = LAYERS[name]
-    layer = trained(make().double())
+def test_no_image_lies_outside_the_box(case, low, high):
+    layer, shape, _ = case
     box = Box(low, high, shape=shape)
     image = enclose(layer, box)
     x = box.sample(60)
@@ -304,11 +281,9 @@ def test_no_image_lies_outside_the_box(name, low, high):
     assert enclose(layer, Box.everything()).contains(layer(x)).all()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_value_is_as_near_as_it_says(name):
+def test_a_value_is_as_near_as_it_says(case):
     """Against the layer itself in float64, and against one whose input is off by a known length."""
-    make, shape, _ = LAYERS[name]
-    layer = trained(make().double())
+    layer, shape, _ = case
     for scale in (1e-3, 1.0, 1e3):
         x = points(shape, 20, scale)
         value, error = point_image(layer, x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bilip.errors import CheckpointError, InputError
-from bilip.recipes import Measured, cifar10_classifier, gradient_angles, regularizer_timing, reproduce
+from bilip.recipes import Measured, cifar10_classifier, configured, gradient_angles, regularizer_timing, reproduce
 from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
 from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
 from bilip.recipes.images import start_actnorms
@@ -17,24 +17,11 @@ from bilip.record import read_json
 from bilip.training import read_log
 from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
-TINY = {
-    "side": 8,
-    "images": 48,
-    "test": 200,
-    "levels": 2,
-    "blocks": 1,
-    "hidden": 4,
-    "batch": 8,
-    "epochs": 3,
-    "start": 16,
-    "fd_every": 3,
-    "evaluate_every": 1,
-    "inverted": 16,
-    "spectra": 1,
-    "spectra_end": 2,
-    "angle_batches": 2,
-}
-CHANGES = [f"{name}={value}" for name, value in TINY.items()]
+TINY = """
+side=8 images=48 test=200 levels=2 blocks=1 hidden=4 batch=8 epochs=3 start=16 fd_every=3 evaluate_every=1
+inverted=16 spectra=1 spectra_end=2 angle_batches=2
+"""
+CHANGES = TINY.split()
 PAPER = RECIPE.paper()
 TIMING = regularizer_timing.Config(side=8, levels=1, blocks=1, hidden=4, batch=4, warm=2, steps=2, rounds=1)
 
@@ -52,7 +39,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def tiny():
-    return cifar10_classifier.Config(**TINY)
+    return configured(cifar10_classifier.Config(), CHANGES)
 
 
 @pytest.mark.parametrize(
@@ -156,21 +143,11 @@ def test_the_worst_of_some_images():
 
 
 def made_up(*, epochs=20, accuracy=0.8, condition=100.0, lost=0.0, loss=0.5, **more):
-    numbers = {
-        "epochs": epochs,
-        "steps": 10 * epochs,
-        "diverged": "",
-        "test_accuracy": accuracy,
-        "error_mean": math.inf if lost else 1e-3,
-        "share_non_finite": lost,
-        "invertible": not lost,
-        "condition": condition,
-        "sigma_min": 1 / condition,
-        "sigma_max": 1.0,
-        "spectra": {"condition": [condition, 1.0], "sigma_min": [1 / condition, 1.0], "sigma_max": [1.0, 1.0]},
-        "train": {"cross_entropy": loss},
-        "guard": {"worst_angle": 1e-4, "repaired": 3, "steps": 200},
-    }
+    spectrum = {"condition": condition, "sigma_min": 1 / condition, "sigma_max": 1.0}
+    numbers = spectrum | {"spectra": {name: [value, 1.0] for name, value in spectrum.items()}}
+    numbers |= {"epochs": epochs, "steps": 10 * epochs, "diverged": "", "test_accuracy": accuracy}
+    numbers |= {"error_mean": math.inf if lost else 1e-3, "share_non_finite": lost, "invertible": not lost}
+    numbers |= {"train": {"cross_entropy": loss}, "guard": {"worst_angle": 1e-4, "repaired": 3, "steps": 200}}
     columns = ("condition", "sigma_min", "sigma_max", "test_accuracy", "error_mean", "share_non_finite")
     curves = {f"log_{name}": np.array([1.0, math.nan if name in columns[:3] else 0.5, 2.0]) for name in columns}
     return Measured(numbers | more, {"log_step": np.array([0.0, 50.0, 100.0]), **curves})
@@ -286,19 +263,17 @@ def test_curves_have_what_was_measured_and_the_end():
     assert set(drawn) == {"nf", "fd", "affine"}
 
 
-def test_runs_in_words():
-    names = (
-        "affine-conv1x1-fd",
-        "additive-shuffle-nf1e-3-e5",
-        "affine-conv1x1-fd-inverse-every5",
-        "affine-conv1x1-guarded",
-    )
-    assert [shown(Run.of(name)) for name in names] == [
-        "affine conv, FD 1e-4",
-        "additive shuffle, NF 1e-3",
-        "affine conv, FD 1e-4 inverse every 5",
-        "affine conv, none, guarded",
-    ]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("affine-conv1x1-fd", "affine conv, FD 1e-4"),
+        ("additive-shuffle-nf1e-3-e5", "additive shuffle, NF 1e-3"),
+        ("affine-conv1x1-fd-inverse-every5", "affine conv, FD 1e-4 inverse every 5"),
+        ("affine-conv1x1-guarded", "affine conv, none, guarded"),
+    ],
+)
+def test_runs_in_words(name, words):
+    assert shown(Run.of(name)) == words
 
 
 # ---- what regularizers cost, and how far memory-saving gradients turn

@@ -9,7 +9,7 @@ from bilip import Flow, models
 from bilip.blocks import AffineCoupling, Chain, Checkerboard, DiagonalScaling, Logit, Residual
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.errors import CheckpointError, DataNotFound, InputError
-from bilip.recipes import dequantization_attack, face_flows, reproduce
+from bilip.recipes import configured, dequantization_attack, face_flows, reproduce
 from bilip.recipes.dequantization_attack import RECIPE, Attacked, Looks
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
@@ -17,41 +17,13 @@ from bilip.record import read_json
 from bilip.training import Draw, read_state
 from recorded import numbers_of, stop_and_resume, write_images
 
-TINY = {
-    "side": 8,
-    "images": 24,
-    "test": 12,
-    "blocks": (2, 1),
-    "hidden": 4,
-    "dense": 1,
-    "dense_hidden": 4,
-    "batch": 8,
-    "accumulate": 1,
-    "steps": 6,
-    "optimizer": "adam",
-    "warmup": 2,
-    "clip": 0.0,
-    "ema": 0.0,
-    "start": 16,
-    "looks": 2,
-    "test_looked": 8,
-    "samples": 6,
-    "shown": 3,
-    "attacked": 4,
-    "attack_steps": 3,
-    "iterations": 1,
-    "conditions": 1,
-    "lanczos": 4,
-    "plain": 8,
-    "residual_blocks": (1, 1),
-    "residual_hidden": 4,
-    "residual_steps": 4,
-    "exact_terms": 2,
-    "recompute": False,
-    "residual_attacked": 2,
-    "residual_samples": 4,
-}
-CHANGES = [f"{k}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in TINY.items()]
+TINY = """
+side=8 images=24 test=12 blocks=2,1 hidden=4 dense=1 dense_hidden=4 batch=8 accumulate=1 steps=6 optimizer=adam
+warmup=2 clip=0.0 ema=0.0 start=16 looks=2 test_looked=8 samples=6 shown=3 attacked=4 attack_steps=3 iterations=1
+conditions=1 lanczos=4 plain=8 residual_blocks=1,1 residual_hidden=4 residual_steps=4 exact_terms=2 recompute=False
+residual_attacked=2 residual_samples=4
+"""
+CHANGES = TINY.split()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +36,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def tiny():
-    return face_flows.Config(**TINY)
+    return configured(face_flows.Config(), CHANGES)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from bilip.blocks import Bijection, Chain, DiagonalScaling, Poisson, Residual, R
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.data import Images
 from bilip.errors import CheckpointError, InputError
-from bilip.recipes import Measured, cifar10_flow, flow_probes, ood, reproduce
+from bilip.recipes import Measured, cifar10_flow, configured, flow_probes, ood, reproduce
 from bilip.recipes.cifar10_flow import RECIPE
 from bilip.recipes.flow_probes import Inputs, Trip, auroc, round_trip, sampled, summary
 from bilip.recipes.flow_runs import SETS, SOURCES, Run, flow_lines, percent
@@ -22,42 +22,13 @@ from bilip.record import read_json, write_json
 from bilip.training import Draw, read_state
 from recorded import check_captured, numbers_of, stop_and_resume, write_images
 
-TINY = {
-    "side": 8,
-    "images": 48,
-    "test": 32,
-    "levels": 2,
-    "blocks": 1,
-    "hidden": 4,
-    "batch": 8,
-    "steps": 12,
-    "warmup": 2,
-    "lr": 1e-3,
-    "start": 16,
-    "looks": 3,
-    "looked": 8,
-    "test_looked": 16,
-    "conditions": 1,
-    "lanczos": 4,
-    "samples": 12,
-    "ood": 16,
-    "referenced": 12,
-    "pictures": 2,
-    "points": 1,
-    "optimizer": "adam",
-    "mixing": "conv1x1",
-    "residual_blocks": "1,1",
-    "residual_hidden": 4,
-    "residual_dense": 1,
-    "residual_steps": 6,
-    "residual_warmup": 2,
-    "residual_looks": 1,
-    "residual_ood": 16,
-    "residual_loose": 12,
-    "residual_repeats": 16,
-}
-CHANGES = [f"{name}={value}" for name, value in TINY.items()]
-TINY["residual_blocks"] = (1, 1)
+TINY = """
+side=8 images=48 test=32 levels=2 blocks=1 hidden=4 batch=8 steps=12 warmup=2 lr=1e-3 start=16 looks=3 looked=8
+test_looked=16 conditions=1 lanczos=4 samples=12 ood=16 referenced=12 pictures=2 points=1 optimizer=adam
+mixing=conv1x1 residual_blocks=1,1 residual_hidden=4 residual_dense=1 residual_steps=6 residual_warmup=2
+residual_looks=1 residual_ood=16 residual_loose=12 residual_repeats=16
+"""
+CHANGES = TINY.split()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +41,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def tiny():
-    return cifar10_flow.Config(**TINY)
+    return configured(cifar10_flow.Config(), CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +96,7 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
     again = reproduce("ood", out=folder.parent / "ood", collect=True)  # of the small files alone
     assert [line.ours for line in again.lines] == [line.ours for line in outcome.lines]
     monkeypatch.setattr(type(RECIPE), "run", lambda *args: Measured({"trained": True}))
-    other = [change.replace("lr=0.001", "lr=0.002") for change in CHANGES]
+    other = [change.replace("lr=1e-3", "lr=2e-3") for change in CHANGES]
     with pytest.raises(KeyError):  # another configuration is another run
         reproduce("ood", out=folder.parent / "ood2", changes=other, parts=["affine"], data=data)
 

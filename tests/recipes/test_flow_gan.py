@@ -9,7 +9,7 @@ import torch
 
 from bilip import Flow
 from bilip.errors import CheckpointError, InputError
-from bilip.recipes import Measured, flow_gan, reproduce, sample_quality
+from bilip.recipes import Measured, configured, flow_gan, reproduce, sample_quality
 from bilip.recipes.flow_gan import RECIPE, Batches, Config, Loss, make_model
 from bilip.recipes.gan_runs import Run, exploded, gan_lines
 from bilip.recipes.images import Dequantized, shrunk
@@ -26,31 +26,13 @@ from bilip.record import read_json
 from bilip.training import Draw
 from recorded import check_captured, numbers_of, stop_and_resume, write_images
 
-TINY = {
-    "side": 8,
-    "images": 48,
-    "test": 32,
-    "levels": 2,
-    "blocks": 1,
-    "hidden": 4,
-    "small": "1,1,4",
-    "critic": "2,2,2,2,2,2,2",
-    "batch": 8,
-    "steps": 8,
-    "lr": 1e-3,
-    "start": 16,
-    "looks": 1,
-    "looked": 8,
-    "test_looked": 16,
-    "conditions": 1,
-    "lanczos": 3,
-    "samples": 12,
-    "pictures": 4,
-    "feature_steps": 4,
-    "feature_batch": 16,
-}
-CHANGES = [f"{name}={value}" for name, value in TINY.items()]
-CONFIG = Config(**{**TINY, "small": (1, 1, 4), "critic": (2,) * 7})
+TINY = """
+side=8 images=48 test=32 levels=2 blocks=1 hidden=4 small=1,1,4 critic=2,2,2,2,2,2,2 batch=8 steps=8 lr=1e-3
+start=16 looks=1 looked=8 test_looked=16 conditions=1 lanczos=3 samples=12 pictures=4 feature_steps=4
+feature_batch=16
+"""
+CHANGES = TINY.split()
+CONFIG = configured(Config(), CHANGES)
 PARTS = ["additive-mle", "additive-gan", "additive-gan-plain", "affine-flowgan"]
 TITLES = ["additive, MLE", "additive, GAN", "additive, Flow-GAN", "affine, MLE", "affine, GAN", "affine, Flow-GAN"]
 
@@ -300,14 +282,8 @@ def test_what_parts_mean():
     paper = RECIPE.sizes["paper"]
     model = make_model(Run("additive", "gan"), paper)
     assert [layer.weight.shape[0] for layer in model.critic.layers] == [64, 64, 128, 128, 256, 256, 512, 1]
-    assert (paper.levels, paper.blocks, paper.hidden, paper.batch, paper.lr, paper.weight) == (
-        3,
-        8,
-        128,
-        32,
-        5e-5,
-        1e-3,
-    )
+    assert (paper.levels, paper.blocks, paper.hidden) == (3, 8, 128)
+    assert (paper.batch, paper.lr, paper.weight) == (32, 5e-5, 1e-3)
     assert isinstance(model.plain, Flow)
     kinds = {type(block).__name__ for block in make_model(Run("additive", "gan", actnorm=False), CONFIG).modules()}
     assert "ActNorm" not in kinds

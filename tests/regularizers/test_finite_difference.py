@@ -14,7 +14,7 @@ from bilip.regularizers import FiniteDifference, SkippedSamples
 from bilip.reversible import Guard, Reversible, angle, hold
 from bilip.reversible.call import Call
 from bilip.reversible.guard import Drift
-from catalogue import squash
+from catalogue import saved_bytes, squash
 
 
 def diagonal(*scales):
@@ -100,16 +100,7 @@ def test_through_reversible(coupling):
 
 
 def stored_bytes(model, x):
-    penalty, seen = FiniteDifference(1.0), {}
-
-    def pack(t):
-        if not isinstance(t, nn.Parameter):
-            seen[t.data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        penalty(model, x, step=0)
-    return sum(seen.values())
+    return saved_bytes(lambda: FiniteDifference(1.0)(model, x, step=0))
 
 
 def test_memory_is_flat_in_depth():
@@ -119,23 +110,11 @@ def test_memory_is_flat_in_depth():
     assert stored_bytes(Reversible(deep), x) <= 1.05 * stored_bytes(Reversible(small), x)
 
 
-class Noted(nn.Module):
-    """A net with dropout or BatchNorm."""
-
-    def __init__(self, *inside):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), *inside, nn.Tanh(), nn.Linear(16, 4))
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def noted(*kinds):
+def noted(kind):
+    """Couplings whose nets have dropout or BatchNorm."""
     torch.manual_seed(0)
-    parts = [
-        blocks.AffineCoupling(Noted(*(kind() for kind in kinds)), partition=blocks.Split(swap=bool(k % 2)))
-        for k in range(4)
-    ]
+    nets = [nn.Sequential(nn.Linear(2, 16), kind(), nn.Tanh(), nn.Linear(16, 4)) for _ in range(4)]
+    parts = [blocks.AffineCoupling(net, partition=blocks.Split(swap=k % 2 == 1)) for k, net in enumerate(nets)]
     return Chain(*parts, shape=(4,)).double().train()
 
 

@@ -14,14 +14,8 @@ from bilip.record import AuditRecord, Histogram, Measurement, Picture, Status, V
 EPS = 2.0**-23
 WRONG = math.sqrt(EPS)
 INVENTED = "This record is invented to test the rendering."
-ENVIRONMENT = {
-    "python": "3.11.9",
-    "system": "Linux",
-    "machine": "x86_64",
-    "cores": "8",
-    "bilip": "0.1.0",
-    "torch": "2.13.0",
-}
+ENVIRONMENT = {"python": "3.11.9", "system": "Linux", "machine": "x86_64", "cores": "8"}
+ENVIRONMENT |= {"bilip": "0.1.0", "torch": "2.13.0"}
 THRESHOLDS = {"relative_p999": 3.5e-4, "share_non_finite": 0.0, "gradient_relative": 1e-2, "antisymmetry_p999": 1e-3}
 
 
@@ -29,14 +23,8 @@ def settings(**more) -> dict:
     command = (
         "bilip audit my_package.models:load_flow --data x.npy --ood uniform,gaussian --out run.json --html run.html"
     )
-    return {
-        "seed": 0,
-        "budget": "normal",
-        "thresholds": THRESHOLDS,
-        "command": command,
-        "seconds": 41.7,
-        "tf32": False,
-    } | more
+    known = {"seed": 0, "budget": "normal", "thresholds": THRESHOLDS, "seconds": 41.7, "tf32": False}
+    return known | {"command": command} | more
 
 
 def errors(rng, count: int, log_mean: float, spread: float, broken: float) -> np.ndarray:
@@ -53,12 +41,8 @@ def reconstruction(rng, source: str, log_mean: float, spread=0.4, broken=0.0, co
     worst = np.argsort(np.where(np.isnan(first), np.inf, first))[::-1][:5]
     h, hb, ha = Histogram.of(first), Histogram.of(back), Histogram.of(after)
     values = {"count": count, "share_nan": float(np.isnan(first).mean()), "share_inf": float(np.isinf(first).mean())}
-    values |= {
-        "share_failed": 0.0,
-        "share_wrong": float((first[finite] > WRONG).sum() / count),
-        "wrong_limit": WRONG,
-        "eps": EPS,
-    }
+    wrong = float((first[finite] > WRONG).sum() / count)
+    values |= {"share_failed": 0.0, "share_wrong": wrong, "wrong_limit": WRONG, "eps": EPS}
     for name, scale in (("l2", 8.0), ("relative", 1.0), ("max", 2.0)):
         for label, q in (("median", 0.5), ("p99", 0.99), ("p999", 0.999)):
             values[f"{name}_{label}"] = scale * h.quantile(q)
@@ -83,20 +67,12 @@ def blame(rng, source: str, blocks: list, start: float, growth: float, guilty: i
         carried += growth + jump
         value = math.inf if bad and broken > 0.5 and index < guilty - 3 else 10.0**carried
         local = 10 ** (-7 + 0.3 * rng.random() + jump)
+        grown = 10 ** (growth + jump)
         rows.append(
-            {
-                "block": blocks[index]["name"],
-                "kind": blocks[index]["kind"],
-                "local_median": local,
-                "local_max": 5 * local,
-            }
-            | {"carried_median": value, "carried_max": 20 * value, "gain": 10 ** (growth + jump)}
-            | {
-                "share_non_finite": broken if bad else 0.0,
-                "forward_non_finite": 0.0,
-                "sigma_min": 10 ** -(growth + jump),
-            }
-            | {"sigma_max": 3.0 + rng.random(), "condition": 4 * 10 ** (growth + jump), "log_det_error": 1e-6}
+            {"block": blocks[index]["name"], "kind": blocks[index]["kind"], "gain": grown, "sigma_min": 1 / grown}
+            | {"local_median": local, "local_max": 5 * local, "carried_median": value, "carried_max": 20 * value}
+            | {"share_non_finite": broken if bad else 0.0, "forward_non_finite": 0.0}
+            | {"sigma_max": 3.0 + rng.random(), "condition": 4 * grown, "log_det_error": 1e-6}
         )
     values = {"samples": 256, "guilty": "", "guilty_kind": "", "why": "", "first_non_finite": ""}
     if guilty is not None:
@@ -113,13 +89,8 @@ def spectrum(source: str, dimension: int, decades: float) -> Measurement:
     sigma = np.sort(sigma)[::-1]
     resolved = (sigma > sigma[0] * 2.0**-52 * dimension).astype(float)
     condition = float(sigma[0] / sigma[-1])
-    values = {
-        "method": "exact",
-        "dimension": dimension,
-        "samples": 16,
-        "sigma_max": float(sigma[0]),
-        "sigma_min": float(sigma[-1]),
-    }
+    values = {"method": "exact", "dimension": dimension, "samples": 16}
+    values |= {"sigma_max": float(sigma[0]), "sigma_min": float(sigma[-1])}
     values |= {"condition": condition, "sigma_max_error": 1e-15, "sigma_min_error": 1e-4, "eps": 2.0**-52}
     values |= {"sigma_max_status": "measured", "sigma_min_status": "measured" if resolved[-1] else "one-sided"}
     series = {"singular_values": tuple(map(float, sigma)), "resolved": tuple(map(float, resolved))}
@@ -149,12 +120,8 @@ def log_det(rng, source: str, log_mean: float, broken=0.0) -> Measurement:
 
 def sampling(rng, log_mean: float, broken: float, pictures=()) -> Measurement:
     h = Histogram.of(errors(rng, 2048, log_mean, 0.5, broken))
-    values = {
-        "count": 2048,
-        "share_non_finite": broken,
-        "share_failed": 0.0,
-        "reencode_share_non_finite": h.share_non_finite,
-    }
+    values = {"count": 2048, "share_non_finite": broken, "share_failed": 0.0}
+    values["reencode_share_non_finite"] = h.share_non_finite
     values |= {"reencode_relative_median": h.quantile(0.5), "reencode_relative_p999": h.quantile(0.999)}
     values |= {"reencode_relative_max": h.largest, "sample_bits_median": 3.61, "data_bits_median": 3.44}
     values["sample_bits_share_non_finite"] = broken
@@ -184,13 +151,8 @@ def attack(source: str, start: float, ends: dict, pictures=()) -> Measurement:
             curve = curve[:70] + [math.inf] * 30
         series[method] = tuple(curve)
         rows.append(
-            {
-                "method": method,
-                "success": curve[-1] > WRONG,
-                "steps": 100,
-                "start_error": curve[0],
-                "end_error": curve[-1],
-            }
+            {"method": method, "success": curve[-1] > WRONG, "steps": 100, "start_error": curve[0]}
+            | {"end_error": curve[-1]}
             | {"worst_error": max(curve), "worst_relative": max(curve) / 4, "left_box": False, "samples": 64}
         )
     worst = max(rows, key=lambda row: row["worst_relative"])
@@ -200,17 +162,9 @@ def attack(source: str, start: float, ends: dict, pictures=()) -> Measurement:
 
 
 def trust(source: str, trusted: float) -> Measurement:
-    values = {
-        "count": 1024,
-        "share_trusted": trusted,
-        "share_round_trip": 1 - trusted,
-        "share_log_det": 0.8 * (1 - trusted),
-    }
-    values |= {
-        "share_condition": 0.9 * (1 - trusted),
-        "trusted_log_prob_median": -812.3,
-        "untrusted_log_prob_median": -15530.0,
-    }
+    lost = 1 - trusted
+    values = {"count": 1024, "share_trusted": trusted, "share_round_trip": lost, "share_log_det": 0.8 * lost}
+    values |= {"share_condition": 0.9 * lost, "trusted_log_prob_median": -812.3, "untrusted_log_prob_median": -15530.0}
     return Measurement("trust", source, values)
 
 
@@ -422,21 +376,9 @@ def images() -> AuditRecord:
         source("uniform", "ood", 512, shape),
     )
     pictures = [p for i in range(4) for p in pair(rng, f"sample {17 * i}", 0.12 * i)]
-    lanczos = {
-        "method": "lanczos",
-        "dimension": 3072,
-        "samples": 4,
-        "sigma_max": 812.0,
-        "sigma_min": 3.1e-6,
-        "condition": 2.6e8,
-    }
-    lanczos |= {
-        "sigma_max_error": 1e-6,
-        "sigma_min_error": 0.02,
-        "sigma_max_status": "measured",
-        "sigma_min_status": "one-sided",
-        "eps": EPS,
-    }
+    lanczos = {"method": "lanczos", "dimension": 3072, "samples": 4, "eps": EPS, "condition": 2.6e8}
+    lanczos |= {"sigma_max": 812.0, "sigma_max_error": 1e-6, "sigma_max_status": "measured"}
+    lanczos |= {"sigma_min": 3.1e-6, "sigma_min_error": 0.02, "sigma_min_status": "one-sided"}
     measurements = (
         reconstruction(rng, "cifar10 test", -3.9, 0.5, 0.002, 512, pictures),
         reconstruction(rng, "svhn", -2.5, 1.0, 0.05, 512),

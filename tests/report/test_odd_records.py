@@ -29,50 +29,13 @@ NUMBERS = st.one_of(
     st.none(),
     NAMES,
 )
-KEYS = st.sampled_from(
-    [
-        "count",
-        "share_nan",
-        "share_inf",
-        "share_wrong",
-        "share_failed",
-        "failure",
-        "wrong_limit",
-        "relative_median",
-        "relative_p999",
-        "low",
-        "high",
-        "points",
-        "data_low",
-        "data_high",
-        "guilty",
-        "guilty_kind",
-        "why",
-        "condition",
-        "sigma_min_status",
-        "sigma_max_status",
-        "method",
-        "log10_inverse",
-        "domain",
-        "cure",
-        "own",
-        "box",
-        "radius",
-        "block",
-        "kind",
-        "carried_max",
-        "local_max",
-        "gain",
-        "rung",
-        "error_max",
-        "predicted",
-        "start_error",
-        "sample",
-        "relative",
-        "share_trusted",
-        "first_beyond_precision",
-    ]
-)
+KNOWN = """
+count share_nan share_inf share_wrong share_failed failure wrong_limit relative_median relative_p999 low high points
+data_low data_high guilty guilty_kind why condition sigma_min_status sigma_max_status method log10_inverse domain
+cure own box radius block kind carried_max local_max gain rung error_max predicted start_error sample relative
+share_trusted first_beyond_precision
+"""
+KEYS = st.sampled_from(KNOWN.split())
 VALUES = st.dictionaries(st.one_of(KEYS, NAMES), NUMBERS, max_size=8)
 SERIES = st.dictionaries(
     st.one_of(st.sampled_from(["error", "singular_values", "resolved"]), NAMES),

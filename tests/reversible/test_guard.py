@@ -242,12 +242,11 @@ def test_what_is_not_finite_is_said(action, monkeypatch):
     model, x = overflowing()
     monkeypatch.setattr(call, "drifts_of", lambda before, after, sensitivities: torch.zeros(len(before)))
     guarded = Reversible(model, Guard(action=action))
-    said = (
+    with (
         pytest.warns(DriftWarning, match="not finite")
         if action == "warn"
         else pytest.raises(DriftError, match="not finite")
-    )
-    with said:
+    ):
         gradient(guarded, model, x, lambda f, x: f.forward_and_log_det(x)[1].mean())
 
 
@@ -268,6 +267,12 @@ def print_of(x, step=1, block=0):
 def seen(taken, y):
     """By sample: the drift that a fingerprint shows."""
     return torch.linalg.vector_norm(taken.again(y) - taken.sums, dim=1)
+
+
+def shown(x, y):
+    """The drift of a whole batch that its fingerprint shows."""
+    taken = print_of(x)
+    return float(drifts_of([taken], [taken.again(y)]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -304,11 +309,11 @@ def test_fingerprints_see_drift_wherever_it_sits(size, where, step, place):
     if not bool(e.any(1).all()):
         return
     true = (e / taken.scale).square().mean(1).sqrt()
-    shown = seen(taken, x + e)
-    assert float((shown / true).max()) > 0.1
-    assert float((shown / true).max()) < 1.5 * 2**0.5 * size**0.5
+    found = seen(taken, x + e)
+    assert float((found / true).max()) > 0.1
+    assert float((found / true).max()) < 1.5 * 2**0.5 * size**0.5
     if where == "one":
-        assert bool((shown / true > 0.4).all())  # one entry cannot cancel
+        assert bool((found / true > 0.4).all())  # one entry cannot cancel
 
 
 def test_fingerprints_have_the_right_mean_square():
@@ -363,8 +368,7 @@ def test_large_features_hide_no_drift_of_small_ones(large, share):
     x[:, :share] = large * (1 + 0.1 * x[:, :share])
     y = x.clone()
     y[:, -1] += 0.1
-    taken = print_of(x)
-    assert float(drifts_of([taken], [taken.again(y)])) > 10 * TOLERANCE
+    assert shown(x, y) > 10 * TOLERANCE
 
 
 def test_the_spread_of_a_feature_counts_and_not_its_offset():
@@ -372,8 +376,7 @@ def test_the_spread_of_a_feature_counts_and_not_its_offset():
     x[:, 0] += 20.0
     y = x.clone()
     y[:, 0] += 0.02  # a thousandth of its size, a fiftieth of its spread
-    taken = print_of(x)
-    assert float(drifts_of([taken], [taken.again(y)])) > 10 * TOLERANCE
+    assert shown(x, y) > 10 * TOLERANCE
 
 
 def test_zeros_in_the_batch_raise_no_alarm():
@@ -381,8 +384,7 @@ def test_zeros_in_the_batch_raise_no_alarm():
     x[:, 0] = 0  # always
     x[:30, 1] = 0  # mostly
     y = x + 1e-7
-    taken = print_of(x)
-    assert float(drifts_of([taken], [taken.again(y)])) < TOLERANCE / 10
+    assert shown(x, y) < TOLERANCE / 10
 
 
 def test_a_value_that_is_not_finite_is_a_drift():
@@ -391,8 +393,7 @@ def test_a_value_that_is_not_finite_is_a_drift():
         y = x.clone()
         y[1, 2] = value
         for before, after in ((x, y), (y, x), (y, y)):
-            taken = print_of(before)
-            assert float(drifts_of([taken], [taken.again(after)])) == math.inf
+            assert shown(before, after) == math.inf
 
 
 # ---- randomness

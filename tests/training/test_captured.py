@@ -14,7 +14,7 @@ from bilip.nets import MLP, matrix_norm
 from bilip.nets.spectral import held_layers
 from bilip.objectives import Likelihood
 from bilip.recipes import checkerboard as checkerboard_recipe
-from bilip.recipes import regression_2d
+from bilip.recipes import configured, regression_2d
 from bilip.recipes.recipe import Work
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood
 from bilip.training import Settings, Task, read_log, read_state, train
@@ -57,6 +57,17 @@ def squashed(trunk, x):
     """From now on the inverse of a block is lost."""
     squash(trunk[2], 1e-9)
     return x
+
+
+def drifting(step, budget=2**20):
+    """A task whose walk begins to drift before a step."""
+    trunk = make_trunk()
+    base = make_task(Reversible(trunk, Guard(budget=budget)), at={step: lambda x: squashed(trunk, x)})
+
+    def loss(model, step, x):
+        return base.loss(model, step, x + 0.01 * torch.randn_like(x))  # drawn again in a step that is run again
+
+    return Task(base.model, base.batch, loss)
 
 
 def both(make, device, folder, **changes):
@@ -103,16 +114,7 @@ def test_images(captured, device, tmp_path):
 
 @pytest.mark.parametrize("budget", [0, 2**20])
 def test_a_walk_that_begins_to_drift_is_repaired(captured, device, tmp_path, budget):
-    def make():
-        trunk = make_trunk()
-        base = make_task(Reversible(trunk, Guard(budget=budget)), at={12: lambda x: squashed(trunk, x)})
-
-        def loss(model, step, x):
-            return base.loss(model, step, x + 0.01 * torch.randn_like(x))  # drawn again in a step that is run again
-
-        return Task(base.model, base.batch, loss)
-
-    eager, replayed, apart = both(make, device, tmp_path, lr=1e-4)
+    eager, replayed, apart = both(lambda: drifting(12, budget), device, tmp_path, lr=1e-4)
     assert apart < 1e-5
     assert captured[0].reruns == (1 if budget else 2)  # without anchors the walk rests, and is tried again
     assert captured[0].replays > STEPS // 2
@@ -260,17 +262,6 @@ def test_outputs_that_overflow(captured, device, tmp_path, options):
     *_, apart = both(make, device, tmp_path, steps=18)
     assert apart < 1e-4
     assert captured[0].reruns >= 1
-
-
-def drifting(step, budget=2**20, **options):
-    """A task whose walk begins to drift before a step."""
-    trunk = make_trunk()
-    base = make_task(Reversible(trunk, Guard(budget=budget)), at={step: lambda x: squashed(trunk, x)}, **options)
-
-    def loss(model, step, x):
-        return base.loss(model, step, x + 0.01 * torch.randn_like(x))
-
-    return Task(base.model, base.batch, loss)
 
 
 def ends(make, device, folder, **changes):
@@ -482,18 +473,8 @@ def test_what_cannot_be_captured_stays_eager(captured, device, tmp_path):
         train(make(), make_settings(device, capture=True), tmp_path / "must", progress=silent)
 
 
-CHECKERBOARD = replace(
-    checkerboard_recipe.Config(),
-    couplings=4,
-    blocks=2,
-    hidden=(8, 8),
-    residual_hidden=(8, 8),
-    steps=8,
-    residual_steps=8,
-    evaluate_every=8,
-    test=50,
-    spacing=1.0,
-)
+TINY = "couplings=4 blocks=2 hidden=8,8 residual_hidden=8,8 steps=8 residual_steps=8 evaluate_every=8 test=50 spacing=1"
+CHECKERBOARD = configured(checkerboard_recipe.Config(), TINY.split())
 REGRESSION = replace(regression_2d.Config(), widths=(10,), blocks=4, points=64, batch=64, steps=8, evaluate_every=8)
 
 

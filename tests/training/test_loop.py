@@ -51,6 +51,18 @@ def train_in(folder, task=None, **changes):
     return train(task or make_task("flow"), make_settings(**changes), folder, progress=silent)
 
 
+def changed(change):
+    """The small flow, with `change(found, step)` in the place of what its loss has found."""
+    base = make_task("flow")
+    return Task(base.model, base.batch, lambda model, step, x: change(base.loss(model, step, x), step))
+
+
+def evaluated(evaluate):
+    """The small flow with an evaluation of its own."""
+    base = make_task("flow")
+    return Task(base.model, base.batch, base.loss, evaluate)
+
+
 def contents(folder):
     return {name: (folder / name).read_bytes() for name in FILES}
 
@@ -88,10 +100,9 @@ def _written(folder):
 
 
 def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
-    base, steps = make_task("flow"), []
+    steps = []
 
-    def loss(model, step, x):
-        found = base.loss(model, step, x)
+    def interrupted(found, step):
         if torch.is_grad_enabled() and len(steps) == 20:
             os.kill(os.getpid(), signal.SIGINT)  # in the middle of a step
         steps.append(step)
@@ -100,7 +111,7 @@ def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):
-            train_in(tmp_path, Task(base.model, base.batch, loss))
+            train_in(tmp_path, changed(interrupted))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -110,13 +121,11 @@ def test_one_interrupt_waits_for_the_end_of_a_step_and_saves(tmp_path):
 
 
 def test_one_run_in_a_folder_at_a_time(tmp_path):
-    base = make_task("flow")
-
-    def loss(model, step, x):
+    def tried_beside(found, step):
         if step == 3:
             with pytest.raises(InputError, match="another run, of this or another process, is training in"):
                 train_in(tmp_path)
-        return base.loss(model, step, x)
+        return found
 
     kept = []
     try:
@@ -124,8 +133,9 @@ def test_one_run_in_a_folder_at_a_time(tmp_path):
     except InputError as error:
         kept.append(error)  # as a notebook keeps the last one, with its frames
 
-    train_in(tmp_path, Task(base.model, base.batch, loss), steps=5)
-    train_in(tmp_path, Task(base.model, base.batch, loss), steps=6)
+    task = changed(tried_beside)
+    train_in(tmp_path, task, steps=5)
+    train_in(tmp_path, task, steps=6)
 
 
 @pytest.mark.process
@@ -144,19 +154,15 @@ def test_a_forked_child_does_not_keep_others_out(tmp_path):
 
 
 def test_an_interrupt_in_an_evaluation_saves_nothing_half_done(tmp_path):
-    base = make_task("flow")
-
     def evaluate(model, done):
         if done == 50 and not (tmp_path / "again").exists():
             raise KeyboardInterrupt
         return {"test_loss": 1.0 / done}
 
-    task = Task(base.model, base.batch, base.loss, evaluate)
     with pytest.raises(KeyboardInterrupt):
-        train_in(tmp_path / "run", task, steps=50, ema=0.9)
+        train_in(tmp_path / "run", evaluated(evaluate), steps=50, ema=0.9)
     (tmp_path / "again").touch()
-    again = make_task("flow")
-    train_in(tmp_path / "run", Task(again.model, again.batch, again.loss, evaluate), steps=50, ema=0.9)
+    train_in(tmp_path / "run", evaluated(evaluate), steps=50, ema=0.9)
     assert read_log(tmp_path / "run", "evaluation")["step"] == [25, 50]
 
 
@@ -281,7 +287,6 @@ def test_the_loop_is_adam_on_the_same_batches(tmp_path):
 
 def test_the_average_is_what_is_evaluated(tmp_path):
     seen = []
-    base = make_task("flow")
 
     def evaluate(model, done):
         assert not model.training
@@ -289,7 +294,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
         seen.append(torch.cat([p.flatten() for p in model.parameters()]))
         return {"test_loss": 1.0}
 
-    task = Task(base.model, base.batch, base.loss, evaluate)
+    task = evaluated(evaluate)
     train_in(tmp_path, task, steps=20, evaluate_every=20, ema=0.9)
     assert task.model.training
     live = torch.cat([p.flatten() for p in task.model.parameters()])
@@ -315,14 +320,12 @@ def test_average_by_hand():
 def test_the_best_weights_are_kept(tmp_path):
     losses = iter([3.0, 1.0, 2.0])
     weights = []
-    base = make_task("flow")
 
     def evaluate(model, done):
         weights.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"test_loss": next(losses)}
 
-    task = Task(base.model, base.batch, base.loss, evaluate)
-    trained = train_in(tmp_path, task, steps=30, evaluate_every=10)
+    trained = train_in(tmp_path, evaluated(evaluate), steps=30, evaluate_every=10)
     assert (trained.best_step, trained.best_loss) == (20, 1.0)
     best = make_task("flow").model
     load_weights(best, read_state(tmp_path / "best.safetensors")[0])
@@ -336,15 +339,13 @@ def test_schedule():
 
 def test_logs_hold_means_over_their_interval(tmp_path):
     losses = []
-    base = make_task("flow")
 
-    def loss(model, step, x):
-        found = base.loss(model, step, x)
+    def noted(found, step):
         if torch.is_grad_enabled():
             losses.append(float(found["loss"].detach()))
         return found
 
-    train_in(tmp_path, Task(base.model, base.batch, loss), steps=25)
+    train_in(tmp_path, changed(noted), steps=25)
     log = read_log(tmp_path, "train")
     assert log["step"] == [10, 20, 25]
     losses = losses[1:]  # the first call starts the ActNorms
@@ -364,14 +365,9 @@ def test_seeds_depend_on_all_they_are_for():
 
 
 def test_diverged_training_says_where_and_what_is_left(tmp_path):
-    base = make_task("flow")
-
-    def loss(model, step, x):
-        found = base.loss(model, step, x)
-        return {"loss": found["loss"] * (math.nan if step == 17 else 1.0)}
-
+    task = changed(lambda found, step: {"loss": found["loss"] * (math.nan if step == 17 else 1.0)})
     with pytest.raises(TrainingDiverged, match=r"in step 18; the last good checkpoint is .*last.safetensors") as info:
-        train_in(tmp_path, Task(base.model, base.batch, loss), steps=40)
+        train_in(tmp_path, task, steps=40)
     assert info.value.step == 18
     tensors, facts = read_state(tmp_path / "last.safetensors")
     assert facts["step"] == 14
@@ -392,14 +388,9 @@ def test_a_guarded_walk_with_a_penalty_on_an_overflowing_model_diverges_by_name(
 
 
 def test_weights_that_are_not_finite_at_the_end(tmp_path):
-    base = make_task("flow")
-
-    def loss(model, step, x):
-        value = base.loss(model, step, x)["loss"]
-        return {"loss": value if step < 9 else _broken(value)}
-
+    task = changed(lambda found, step: {"loss": found["loss"] if step < 9 else _broken(found["loss"])})
     with pytest.raises(TrainingDiverged, match="weights that are not finite; the last good checkpoint"):
-        train_in(tmp_path, Task(base.model, base.batch, loss), steps=10)
+        train_in(tmp_path, task, steps=10)
     assert read_state(tmp_path / "last.safetensors")[1]["step"] == 7
 
 

@@ -12,9 +12,8 @@ from bilip import Flow, models
 from bilip.data import checkerboard, seed_of
 from bilip.errors import InputError, Stopped, TrainingDiverged
 from bilip.objectives import Likelihood
-from bilip.training import Draw, Settings, Task, read_log, read_state, run, train
-from bilip.training.step import CapturedStep
-from recorded import play_graphs_on_the_cpu
+from bilip.training import Draw, Settings, Task, read_log, read_state, train
+from recorded import watched_captures
 from training.runs import silent
 
 
@@ -157,23 +156,12 @@ def make_broken_task(broken=(), far=()):
 
 
 def skipping(**changes):
-    defaults = {"steps": STEPS, "lr": 5e-3, "seed": SEED, "log_every": 1, "save_every": 4, "device": "cpu", "skip": 2}
-    return Settings(**defaults | changes)
+    return settings(**{"steps": STEPS, "lr": 5e-3, "seed": SEED, "save_every": 4, "skip": 2} | changes)
 
 
 @pytest.fixture(params=["eager", "captured"])
 def steps(request, monkeypatch):
-    seen = []
-    if request.param == "captured":
-
-        class Seen(CapturedStep):
-            def __init__(self, *args):
-                super().__init__(*args)
-                seen.append(self)
-
-        monkeypatch.setattr(run, "CapturedStep", Seen)
-        play_graphs_on_the_cpu(monkeypatch)
-    return seen
+    return watched_captures(monkeypatch, torch.device("cpu")) if request.param == "captured" else []
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamax"])
