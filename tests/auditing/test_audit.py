@@ -17,7 +17,7 @@ from torch import nn
 
 import bilip
 from bilip import Chain, Flow, blocks, data
-from bilip.auditing.audit import BUDGETS
+from bilip.auditing.audit import BUDGETS, staying
 from bilip.auditing.probes import Probe
 from bilip.auditing.verdicts import Thresholds
 from bilip.errors import InputError, said_by
@@ -197,7 +197,7 @@ def test_batch_sizes_do_not_change_verdicts(scale):
 
 MEMORY = """
 import sys, re, bilip
-from bilip.auditing.audit import BUDGETS
+from bilip.auditing.audit import BUDGETS, staying
 from dataclasses import replace
 import torch
 torch.manual_seed(0)
@@ -617,3 +617,19 @@ def test_norms_of_nets_are_computed_once_for_all_sources(monkeypatch):
 def test_a_log_density_that_draws_nothing_is_not_asked_twice_on_a_whole_batch():
     rows, _ = counted(192, 2_000, probes=["likelihood"])
     assert rows[torch.float32] <= 2 * NEEDED + 128  # once as it is, once with its input rounded anew
+
+
+def test_audits_that_end_in_any_order_leave_os_exit_as_it_was(monkeypatch):
+    def left(status):
+        raise EOFError(status)
+
+    monkeypatch.setattr(os, "_exit", left)
+    audits = [staying(), staying()]
+    for one in audits:
+        one.__enter__()
+    with pytest.raises(SystemExit):
+        os._exit(0)
+    for one in audits:
+        one.__exit__(None, None, None)
+    with pytest.raises(EOFError):
+        os._exit(0)

@@ -43,12 +43,13 @@ __all__ = ["BUDGETS", "Budget", "audit"]
 def staying() -> Iterator[None]:
     """Inside, `os._exit` raises `SystemExit`, so that a model which calls it is noticed and no gate ends with exit code 0.
 
-    Other processes end as they would, and other threads end this one with an exit code other than 0.
+    Other processes end as they would, and other threads end this one with an exit code other than 0. Audits of several threads may end in
+    any order: what one of them leaves in place does nothing more.
     """
-    leave, process, thread = os._exit, os.getpid(), threading.get_ident()
+    leave, process, thread, inside = os._exit, os.getpid(), threading.get_ident(), True
 
     def noticed(status: int) -> NoReturn:
-        if os.getpid() != process:
+        if os.getpid() != process or not inside:
             leave(status)
         if threading.get_ident() != thread:
             leave(status or 1)
@@ -58,7 +59,7 @@ def staying() -> Iterator[None]:
     try:
         yield
     finally:
-        os._exit = leave
+        inside, os._exit = False, leave
 
 
 @staying()

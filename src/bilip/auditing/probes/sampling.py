@@ -201,9 +201,8 @@ class _Range:
         def ends(part: Tensor) -> tuple[Tensor, Tensor]:
             low, high = (part.amin(), part.amax()) if whole else (part.amin(0), part.amax(0))
             centre, half = (low + high) / 2, (high - low) / 2
-            half = torch.where(half > 0, half, half.max().clamp_min(1e-30)).clamp_min(
-                least
-            )  # a constant feature: the widest other one
+            half = torch.where(half > 0, half, half.max().clamp_min(1e-30))  # a constant feature: the widest other one
+            half = half.clamp_min(least)
             return centre - times * half, centre + times * half
 
         low, high = ends(learned)
