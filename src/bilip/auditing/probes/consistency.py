@@ -20,6 +20,7 @@ __all__ = ["Consistency"]
 
 
 _DRAWN = 2048  # draws of the base
+_MARGIN = 10  # times what some roundings of the input do may differ by rounding
 _USES = ("inversion", "sampling", "likelihood", "ood-likelihood")
 
 
@@ -158,12 +159,13 @@ class Consistency(Probe):
         size = x[0].numel()
         try:
             first, second = (model.forward_and_log_det(x, context).values[1] for _ in range(2))
-            outcomes = [model.forward_and_log_det(y, c).values for y, c in others]
+            outcomes = [model.forward_and_log_det(y, c).values for y, c in [*others, (_shaken(x), context)]]
             pairs = [(first[: len(values[1])], values[1][: len(x)]) for values in outcomes]
         except (BilipError, IndexError):
             return math.nan, 0.0, []
-        apart = max(_largest((known - other).abs() / (size + known.abs())) for known, other in pairs)
-        return _largest((first - second).abs() / size), apart, [values[0] for values in outcomes]
+        *apart, rounding = (_largest((known - other).abs() / (size + known.abs())) for known, other in pairs)
+        found = 0.0 if max(apart) <= _MARGIN * rounding else max(apart)
+        return _largest((first - second).abs() / size), found, [values[0] for values in outcomes[:-1]]
 
     def _inverses(self, model: Subject, x: Tensor, context: Tensor | None) -> tuple[float, float, Tensor]:
         """Largest error when the very latents are given back at once, and when others came in between and the order changed; and what
@@ -181,14 +183,22 @@ class Consistency(Probe):
 def _inverse_alone(
     model: Subject, x: Tensor, z: Tensor, back: Tensor, context: Tensor | None, times: int, tolerance: float
 ) -> float:
-    """Largest error of one latent alone and of many, among those that come back in a batch: others would show rounding."""
+    """Largest error of one latent alone and of many, among those that come back in a batch: others would show rounding. 0 where latents
+    that are off by some roundings come back as badly.
+    """
     good = (distances(x, back).relative <= 0.1 * tolerance).nonzero().flatten()
-    found = [0.0]
-    for rows in (good[:1], good.repeat(times)):
-        if len(rows):
-            alone = model.inverse(z[rows], None if context is None else context[rows]).value
-            found.append(_apart(x[rows], alone))
-    return max(found)
+    if not len(good):
+        return 0.0
+    calls = [(z, good[:1]), (z, good.repeat(times)), (_shaken(z), good)]
+    given = [(y[rows], None if context is None else context[rows], rows) for y, rows in calls]
+    *found, rounding = (_apart(x[rows], model.inverse(y, c).value) for y, c, rows in given)
+    return 0.0 if max(found) <= _MARGIN * rounding else max(found)
+
+
+def _shaken(x: Tensor) -> Tensor:
+    """x with every entry off by some roundings, up or down."""
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
+    return x * (1 + 16 * torch.finfo(x.dtype).eps * signs)
 
 
 def _base_wrong(subject: Subject, context: Tensor | None) -> bool:
