@@ -234,6 +234,7 @@ class Ranged(nn.Module):
             return torch.where(which, centre + half * torch.tanh((end - centre) / half), end + shift)
 
         low, high = held(inside.low), held(inside.high)
+        # A tanh, its argument and two sums are off by some roundings each.
         return Box.outward(low, high, 1e-14 * (low.abs() + high.abs()).nan_to_num(0.0, 0.0, 0.0))
 
     def __getattr__(self, name: str) -> Any:
