@@ -15,7 +15,7 @@ from torch import nn
 import bilip
 from bilip import models
 from bilip.auditing.budget import BUDGETS
-from bilip.cures import RUNGS
+from bilip.cures import RUNGS, reranging
 from bilip.cures.rung import Rung
 from bilip.cures.treated import copied, wrapped
 from bilip.cures.tuning import Tuning, first_of
@@ -537,3 +537,14 @@ def test_ctrl_c_leaves_the_best_so_far(run):
     assert code == 130
     assert "best so far" in out or "Not cured" in out
     assert Path("cured/cure.json").exists()
+
+
+def test_means_of_what_explodes_are_no_place_to_move_channels_to(monkeypatch):
+    """As where a few samples of data are infinitely far away, by whose mean every channel would be moved."""
+
+    def moved(part, nets, *_):
+        for net in nets:
+            net.shift.fill_(1e30)
+
+    monkeypatch.setattr(reranging, "_match_means", moved)
+    assert re_ranged(bilip_flow(-12.0)).status == "cured"
