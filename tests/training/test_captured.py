@@ -17,6 +17,7 @@ from bilip.recipes import checkerboard as checkerboard_recipe
 from bilip.recipes import configured, regression_2d
 from bilip.recipes.recipe import Work
 from bilip.regularizers import ActivationNorm, FiniteDifference, FlowLikelihood
+from bilip.reversible import DriftWarning, call
 from bilip.training import Settings, Task, read_log, read_state, train
 from bilip.training.step import WARMUP
 from catalogue import squash
@@ -123,6 +124,28 @@ def test_a_walk_that_begins_to_drift_is_repaired(captured, device, tmp_path, bud
     assert reports[1].steps == reports[0].steps == STEPS
     assert reports[1].anchors == reports[0].anchors
     assert bool(reports[1].anchors) == (budget > 0)
+
+
+def test_differences_that_cancel_are_recorded_without_a_walk_and_the_steps_between_are_not(
+    captured, device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(call, "CANCELS", 1e-9)  # every difference does
+
+    def make():
+        penalties = (FiniteDifference(weight=1e-3, every=2),)
+        return make_task(Reversible(make_trunk()), penalties)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftWarning)
+        eager, replayed, apart = both(make, device, tmp_path, lr=1e-4)
+    assert apart < 1e-3  # directions of a captured difference are drawn otherwise
+    assert len(captured[0].graphs) == 2  # a step with the penalty, and one without
+    assert not captured[0].reruns
+    for task in (eager, replayed):
+        report, watch = task.model.bijection.report(), task.model.bijection._watch
+        assert 0 < report.repaired < report.steps - STEPS // 2 + 1
+        assert watch.apart
+        assert not watch.rest
 
 
 def test_a_bare_walk_would_be_wrong(captured, device, tmp_path):

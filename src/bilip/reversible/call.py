@@ -70,6 +70,7 @@ class Call:
     traces: bool = False
     signs: Signs | None = None
     share: float | Tensor = 1.0
+    subtracts: bool = False  # the loss behind it has said so, see `hold`
     prints: dict[int, Print] = field(default_factory=dict)
     watched: bool = False
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
@@ -154,6 +155,7 @@ class Call:
 
     def hold_to(self, share: float | Tensor) -> None:
         """Hold the walk to a share of its tolerance, unless it is held to less already."""
+        self.subtracts = True
         if isinstance(self.share, Tensor):
             self.share = torch.minimum(self.share, share) if isinstance(share, Tensor) else self.share.clamp_max(share)
         else:
@@ -201,8 +203,10 @@ class Call:
             return self._recompute(back)
         if watch is None:
             return self._walk(back, signs=self.signs)[:2]
-        if not self.watched or self._asks_too_much(watch, back.x.dtype):  # or made while resting
-            watch.rested()
+        watch.held += self.subtracts
+        rests = not self.watched or (self.subtracts and watch.apart > 0)
+        if rests or self._asks_too_much(watch, back.x.dtype):
+            watch.rested(subtracts=self.subtracts)
             return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
         if self._drifted(watch, drift, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
@@ -224,7 +228,11 @@ class Call:
             return False
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        return not capturing(found) and not float(found) <= limit and watch.cancelled(float(found), limit)
+        return (
+            not capturing(found)
+            and not float(found) <= limit
+            and watch.cancelled(float(found), limit, subtracts=self.subtracts)
+        )
 
     def _walk(self, back: Backward, *, watched: bool = True, signs: Signs | None = None) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""

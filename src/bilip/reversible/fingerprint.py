@@ -1,5 +1,5 @@
-"""Fingerprints of activations: two numbers for each sample, and a scale for each coordinate, that tell how far a recovered activation is
-from the one that was.
+"""Fingerprints of activations: two numbers for each sample and each 256 coordinates, and a scale for each coordinate, that tell how
+far a recovered activation is from the one that was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 ROWS, PLACES = 32, 64  # samples that tell the scale of a coordinate; coordinates that tell that of those all zero
 STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # factors of the hash, odd
 FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
+PART = 256  # coordinates of one part of a state: each has sums of its own, so that what drifts alone is not lost in a wide state
 FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
 TINY, HUGE = 1e-30, 1e30
 
@@ -28,11 +29,12 @@ TINY, HUGE = 1e-30, 1e30
 class Fingerprint:
     r"""Random weights for one state of one step: other ones for every step, block, sample and place.
 
-    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample, over the root of twice their number. The scale $s_j$ of a
-    coordinate is its typical spread over the batch, so that no large coordinate hides a small one; $\varphi(u) = u$ up to 32 and
-    $32 + 32 \log(u / 32)$ beyond, so that what is far larger than is typical counts by its own size. The weights have random signs and
-    magnitudes in [0.5, 1.5], so that equal drifts do not cancel; they are a hash of a counter that lives on the device, of block,
-    sample and place: no generator is disturbed, and a captured step draws anew each time it is replayed.
+    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample and each part of 256 coordinates, over the root of twice
+    their number: what drifts in a few coordinates is not lost among many others. The scale $s_j$ of a coordinate is its typical spread
+    over the batch, so that no large coordinate hides a small one; $\varphi(u) = u$ up to 32 and $32 + 32 \log(u / 32)$ beyond, so that
+    what is far larger than is typical counts by its own size. The weights have random signs and magnitudes in [0.5, 1.5], so that equal
+    drifts do not cancel; they are a hash of a counter that lives on the device, of block, sample and place: no generator is disturbed,
+    and a captured step draws anew each time it is replayed.
 
     Args:
         counter: A number that is another one in every step.
@@ -56,13 +58,12 @@ class Fingerprint:
 
     @unseen
     def sums(self, x: Tensor, scale: Tensor) -> Tensor:
-        """The two sums of each sample, given the scales of the coordinates: shape `(batch, 2)`."""
+        """The two sums of each part of each sample, given the scales of the coordinates: shape `(batch, parts, 2)`."""
         flat, fused = x.flatten(1), kernels(x)
         if fused is not None:
             return fused.sums(flat, scale, self)
         # No product of matrices: autocast would round it.
-        terms = squeezed(flat, scale)[:, :, None] * self.weights(flat)
-        return terms.sum(1) / norm(flat.shape[1])
+        return by_parts(squeezed(flat, scale)[:, :, None] * self.weights(flat)) / norm(flat.shape[1])
 
     def weights(self, flat: Tensor) -> Tensor:
         """Two for each entry, shape `(batch, size, 2)`."""
@@ -137,9 +138,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def by_parts(terms: Tensor) -> Tensor:
+    """The sums over each part, the last of which may be shorter: from shape `(batch, size, 2)` to `(batch, parts, 2)`."""
+    size = terms.shape[1]
+    if size <= PART:
+        return terms.sum(1, keepdim=True)
+    return torch.nn.functional.pad(terms, (0, 0, 0, -size % PART)).unflatten(1, (-1, PART)).sum(2)
+
+
 def norm(size: int) -> float:
-    """What a sum is divided by, so that the root of the sum of two squares is, on average, the root mean square of the drift."""
-    return math.sqrt(2 * size * 13 / 12)  # 13/12: the mean square of a weight
+    """What a sum is divided by, so that the root of the sum of two squares is, on average, the root mean square of a part's drift."""
+    return math.sqrt(2 * min(size, PART) * 13 / 12)  # 13/12: the mean square of a weight
 
 
 def kernels(x: Tensor) -> Any:
@@ -161,7 +170,7 @@ def _kernels() -> Any:
 
 
 def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: Sequence[Tensor] = ()) -> Tensor:
-    """The largest drift over the samples, for each pair of fingerprints; what is not finite has drifted infinitely far.
+    """The largest drift over the samples and their parts, for each pair of fingerprints; what is not finite has drifted infinitely far.
 
     Args:
         before: Of the forward pass.
@@ -170,7 +179,7 @@ def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: S
             turns as fast: the drift of the sample counts as many times more.
     """
     apart = torch.stack(list(after)) - torch.stack([one.sums for one in before])
-    drift = torch.linalg.vector_norm(apart.double(), dim=2)
+    drift = torch.linalg.vector_norm(apart.double(), dim=-1).amax(-1)
     if len(sensitivities) > 1:
         sensitivity = torch.stack(list(sensitivities))
         grown = sensitivity[1:] / sensitivity[:-1]  # from nothing to something is no growth: other paths begin there

@@ -18,6 +18,7 @@ from bilip.reversible.fingerprint import (
     FAR,
     FIRST,
     HUGE,
+    PART,
     PLACE,
     PLACES,
     ROW,
@@ -37,6 +38,7 @@ __all__ = ["couple", "sensitivities", "scales", "sums", "uncouple"]
 _STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
 _FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
 _FAR, _TINY, _HUGE = (tl.constexpr(n) for n in (FAR, TINY, HUGE))
+_PART = tl.constexpr(PART)
 
 
 def scales(flat: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ def scales(flat: Tensor) -> Tensor:
 
 
 def sums(flat: Tensor, scale: Tensor, key: Fingerprint) -> Tensor:
-    """The two sums of each row."""
+    """The two sums of each part of each row."""
     flat = flat.contiguous()
     found = _sums_like(flat)
     if found.dtype == torch.float64:  # Triton takes numbers as float32, which would round the factor
@@ -139,7 +141,7 @@ def _options(scale: tuple[float, float, float] | None, h: Tensor) -> tuple[Any, 
 
 
 def _sums_like(x: Tensor) -> Tensor:
-    return torch.empty(len(x), 2, dtype=wide(x.dtype), device=x.device)
+    return torch.empty(len(x), triton.cdiv(x[0].numel(), PART), 2, dtype=wide(x.dtype), device=x.device)
 
 
 def _key_of(taken: Print | None, x: Tensor) -> tuple[Any, ...]:
@@ -154,6 +156,7 @@ def _key(key: Fingerprint, scale: Tensor, x: Tensor) -> tuple[Any, ...]:
 
 
 def _launch(kernel: Any, x: Tensor, *args: Any, most: int = 1024) -> None:
+    """One program for each sample, which goes over it in blocks: of whole parts of a fingerprint, or all of a smaller sample."""
     size = x[0].numel()
     block = min(most, max(32, triton.next_power_of_2(size)))
     with torch.cuda.device_of(x):
@@ -214,8 +217,9 @@ def _seed(counter, key, row):
 
 
 @triton.jit
-def _weighted(value, scale, at, size, seed, first, second):
-    """Add the entries of a sample, in their scales, to its two sums."""
+def _store_sums(value, scale, begin, size, seed, factor, found, BLOCK: tl.constexpr):
+    """The two sums of each part in the block of a sample that begins here, entries in their scales."""
+    at = begin + tl.arange(0, BLOCK)
     u = value.to(scale.dtype.element_ty) / tl.load(scale + at, mask=at < size, other=1.0)
     large = tl.abs(u)
     far = _FAR + _FAR * tl.log(tl.maximum(large / _FAR, 1.0))
@@ -226,7 +230,14 @@ def _weighted(value, scale, at, size, seed, first, second):
     mixed ^= (mixed >> 15) & 0x1FFFF
     mixed *= _SECOND
     mixed ^= (mixed >> 16) & 0xFFFF
-    return first + u * _weight((mixed << 16) >> 16), second + u * _weight(mixed >> 16)
+    LENGTH: tl.constexpr = _PART if BLOCK > _PART else BLOCK
+    parts = tl.cdiv(size, LENGTH)
+    part = begin // LENGTH + tl.arange(0, BLOCK // LENGTH)
+    found += 2 * (tl.program_id(0).to(tl.int64) * parts + part)
+    first = tl.reshape(u * _weight((mixed << 16) >> 16), (BLOCK // LENGTH, LENGTH))
+    second = tl.reshape(u * _weight(mixed >> 16), (BLOCK // LENGTH, LENGTH))
+    tl.store(found, tl.sum(first, axis=1) * factor, mask=part < parts)
+    tl.store(found + 1, tl.sum(second, axis=1) * factor, mask=part < parts)
 
 
 @triton.jit
@@ -236,22 +247,13 @@ def _weight(number):
 
 
 @triton.jit
-def _store_sums(found, row, first, second, factor):
-    tl.store(found + 2 * row, tl.sum(first, axis=0) * factor)
-    tl.store(found + 2 * row + 1, tl.sum(second, axis=0) * factor)
-
-
-@triton.jit
 def _sums(x, scale, counter, key, factor, found, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     seed = _seed(counter, key, row)
-    first = tl.zeros([BLOCK], found.dtype.element_ty)
-    second = tl.zeros([BLOCK], found.dtype.element_ty)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(x + row * size + at, mask=at < size, other=0.0)
-        first, second = _weighted(value, scale, at, size, seed, first, second)
-    _store_sums(found, row, first, second, factor)
+        _store_sums(value, scale, begin, size, seed, factor, found, BLOCK)
 
 
 @triton.jit
@@ -292,8 +294,6 @@ def _couple(
     row = tl.program_id(0).to(tl.int64)
     x += row * size
     h += row * count * (2 if affine else 1) - place
-    first = tl.zeros([BLOCK], tl.float32)
-    second = tl.zeros([BLOCK], tl.float32)
     seed = 0
     if scale is not None:
         seed = _seed(counter, key, row)
@@ -303,7 +303,7 @@ def _couple(
         moved = (at >= place) & (at < place + count)
         value = tl.load(x + at, mask=at < size, other=0.0)
         if scale is not None:
-            first, second = _weighted(value, scale, at, size, seed, first, second)
+            _store_sums(value, scale, begin, size, seed, factor, found, BLOCK)
         add = tl.load(h + at, mask=moved, other=0.0)
         if affine:
             v = tl.load(h + count + at, mask=moved, other=0.0) + move
@@ -314,8 +314,6 @@ def _couple(
         else:
             value = value - add if inverse else value + add
         tl.store(x + at, value, mask=moved)
-    if scale is not None:
-        _store_sums(found, row, first, second, factor)
     if affine:
         tl.store(logs + row, tl.sum(-log if inverse else log, axis=0))
 
@@ -351,8 +349,6 @@ def _uncouple(
     g_x += row * size
     h += row * count * (2 if affine else 1) - place
     g_h += row * count * (2 if affine else 1) - place
-    first = tl.zeros([BLOCK], tl.float32)
-    second = tl.zeros([BLOCK], tl.float32)
     seed = 0
     if scale is not None:
         seed = _seed(counter, key, row)
@@ -390,9 +386,7 @@ def _uncouple(
         tl.store(y + at, x, mask=moved)
         if scale is not None:
             value = tl.where(moved, x, value)
-            first, second = _weighted(value, scale, at, size, seed, first, second)
-    if scale is not None:
-        _store_sums(found, row, first, second, factor)
+            _store_sums(value, scale, begin, size, seed, factor, found, BLOCK)
 
 
 @triton.jit

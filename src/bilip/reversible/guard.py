@@ -18,10 +18,11 @@ from bilip.errors import DriftError, InputError
 __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for", "angle"]
 
 ACTIONS = ("repair", "warn", "raise")
-REST = 20
+REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
+APART = 200  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
-_PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest")
+_PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
 
 class DriftWarning(UserWarning):
@@ -225,6 +226,8 @@ class Watch:
     worst_angle: float = 0.0
     worst_remaining: float = 0.0
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
+    apart: int = 0  # calls behind a loss that subtracts that do
+    held: int = 0  # such calls so far
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     together: Together = field(default_factory=Together, repr=False, compare=False)
@@ -257,7 +260,7 @@ class Watch:
 
     def report(self) -> GuardReport:
         """The present state."""
-        plain = {name: getattr(self, name) for name in _PLAIN if name != "rest"}
+        plain = {name: getattr(self, name) for name in _PLAIN if name not in ("rest", "apart")}
         anchors = {self.names[key]: size for key, size in self.anchors.items()}
         return GuardReport(**plain, drift=dict(self.drift), worst=dict(self.worst), anchors=anchors)
 
@@ -270,7 +273,7 @@ class Watch:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        state = {"worst_remaining": state["worst_angle"], **state}  # older states have none
+        state = {"worst_remaining": state["worst_angle"], "apart": 0, **state}  # older states have none
         real = ("tolerance", "worst_angle", "worst_remaining")
         plain = {name: (float if name in real else int)(state[name]) for name in (*_PLAIN, "count")}
         drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
@@ -283,21 +286,23 @@ class Watch:
 
     def counts(self) -> dict[str, int]:
         """What is counted on the host, which a replay of a captured step does not do."""
-        return {"steps": self.steps, "repaired": self.repaired, "rest": self.rest}
+        return {name: getattr(self, name) for name in ("steps", "repaired", "rest", "apart")}
 
     def recount(self, counts: Mapping[str, int]) -> None:
         """Go on from other counts."""
-        self.steps, self.repaired, self.rest = counts["steps"], counts["repaired"], counts["rest"]
+        for name, count in counts.items():
+            setattr(self, name, count)
 
     def spot_check_within(self, steps: int) -> bool:
         """Whether one is due in the next so many steps."""
         every = self.guard.spot_check
         return every > 0 and (self.steps + steps) // every > self.steps // every
 
-    def rested(self) -> None:
-        """Take note of a step that went straight to the repair."""
+    def rested(self, *, subtracts: bool) -> None:
+        """Take note of a step that went straight to the repair; of one behind a loss that subtracts, or another."""
         self.flag.note()
         self.rest, self.steps, self.repaired = max(0, self.rest - 1), self.steps + 1, self.repaired + 1
+        self.apart = max(0, self.apart - subtracts)
 
     def _act(self, text: str, harm: str = "") -> bool:
         """Raise, warn or repair, as the guard says; whether the step has to be repaired."""
@@ -314,8 +319,11 @@ class Watch:
         """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
         return self._act("the memory-saving gradient is not finite")
 
-    def cancelled(self, found: float, limit: float) -> bool:
-        """Act on calls whose gradients nearly cancel; whether the last of them is to be repaired. What the others gave is out already."""
+    def cancelled(self, found: float, limit: float, *, subtracts: bool) -> bool:
+        """Act on calls whose gradients nearly cancel; whether the last of them is to be repaired. What the others gave is out already.
+
+        Where the loss had said that it subtracts (`hold`), only its calls rest: the steps between them have nothing to do with it.
+        """
         text = (
             f"the gradients of several calls in one backward pass nearly cancel: their drift is {found:.1e} of what remains (allowed "
             f"{limit:.1e})"
@@ -326,8 +334,8 @@ class Watch:
         if self.guard.action == "warn":
             warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
             return False
-        self.rest = REST
-        text = f"{text}; this gradient may be wrong, the next steps are computed without a walk"
+        self.rest, self.apart = (self.rest, APART) if subtracts else (REST, self.apart)
+        text = f"{text}; this gradient may be wrong, the next such {'differences' if subtracts else 'steps'} are computed without a walk"
         warnings.warn(text, DriftWarning, stacklevel=2)
         return True
 

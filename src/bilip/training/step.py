@@ -149,6 +149,7 @@ class CapturedStep:
         self.flags = [walk.flag for walk in walks]  # others are noted when they are met
         self.anchors: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
+        self.subtracting: set[object] = set()  # variants of steps with calls behind a loss that subtracts
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
         self.held: Tensor | None = None  # 1 from a raised flag on, until the host has looked
         self.pending: Pending | None = None
@@ -170,14 +171,16 @@ class CapturedStep:
         self._certify()
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
-        watches = [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
+        watches = self._watches()
         anchors = [list(watch.anchors) for watch in watches]
         if anchors != self.anchors:  # other activations are stored: the old graphs, and their memory, are done with
             self.graphs.clear()
             self.calls.clear()
             self.anchors = anchors
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
-        kind = (self.task.variant(step), *shapes, *(watch.rest > 0 for watch in watches))
+        variant = self.task.variant(step)
+        resting = [(watch.rest > 0, watch.apart > 0 and variant in self.subtracting) for watch in watches]
+        kind = (variant, *shapes, *resting)
         key = (*kind, *drawn.items())  # other numbers of terms use the same libraries: they need no steps before them
         recorded = self.graphs.get(key)
         if self.pending is not None and (recorded is None or recorded.spot_check_is_due()):
@@ -271,11 +274,17 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(self.side)
         return found
 
+    def _watches(self) -> list[Watch]:
+        return [flag.owner for flag in self.flags if isinstance(flag.owner, Watch)]
+
     def _gradients(self, step: int, batch: Batch) -> dict[str, Tensor]:
         for parameter in self.step.objective.parameters():
             parameter.grad = None  # the first gradient of each is taken over as it is, not added to zeros
+        held = sum(watch.held for watch in self._watches())
         with noting(self.flags):
             found = self.step.gradients(step, batch)
+        if sum(watch.held for watch in self._watches()) > held:
+            self.subtracting.add(self.task.variant(step))
         new = [(static, p.grad) for p, static in self.grads.items() if p.grad is not None]
         if new:
             grads = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
