@@ -14,6 +14,7 @@ from bilip.bounds import Box
 from bilip.errors import InputError
 from bilip.nets import MLP, Declared, HeldLinear, activations, point_image
 from bilip.nets.activations import ScaledSwish
+from bilip.nets.point import Point
 
 MODULES = {
     **{
@@ -153,7 +154,8 @@ def test_a_value_is_as_near_as_it_says(name):
     make, exact = EXACT[name]
     x = _grid()
     known = activations.facts(make())
-    values, errors = known.point(x[:, None], torch.zeros(len(x), dtype=F64))
+    found = known.point(Point(x[:, None], torch.zeros(len(x), dtype=F64)))
+    values, errors = found.value, found.error
     with mpmath.workdps(60):
         for v, value, error in zip(x.tolist(), values[:, 0].tolist(), errors.tolist(), strict=True):
             true = exact(mpmath.mpf(v))
@@ -169,7 +171,7 @@ def test_an_error_of_the_input_is_carried_on(name):
     x = torch.linspace(-6, 6, 97, dtype=F64)[:, None]
     moved = x + 0.01
     far = (known.value(moved) - known.value(x)).abs()[:, 0]
-    assert bool((far <= known.point(x, torch.full((97,), 0.01 + 1e-15, dtype=F64))[1]).all())
+    assert bool((far <= known.point(Point(x, torch.full((97,), 0.01 + 1e-15, dtype=F64))).error).all())
 
 
 @pytest.mark.parametrize("weight", [1e-170, 1e-30, 1.0, 1e30, 1e170])

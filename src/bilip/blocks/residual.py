@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +183,10 @@ class Residual(Bijection):
         memory: int = 5,
     ) -> Solution:
         """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss the tolerance."""
+        with certify.remembering():  # the constant and the certificate read the same layers
+            return self._solve(z, context, tolerance, method=method, memory=memory)
+
+    def _solve(self, z: Tensor, context: Tensor | None, tolerance: float | None, **options: Any) -> Solution:
         z = self.check_net(z, self.g).detach()
         c, eps = self.contraction(), torch.finfo(z.dtype).eps
         tolerance = self.tolerance if tolerance is None else tolerance
@@ -202,7 +207,7 @@ class Residual(Bijection):
 
         enough = asked * (1 - c) / 2
         target = enough / 4 if tolerance is None else enough  # errors add up over many blocks: no more than rounding
-        options = {"method": method, "memory": memory, "max_evaluations": self.max_evaluations}
+        options["max_evaluations"] = self.max_evaluations
         with again(pinned(self.g)):
             found = solve_fixed_point(g, z, target, enough=enough, expect=tolerance is not None, **options)
             x, evaluations = found.x, found.evaluations
@@ -214,7 +219,8 @@ class Residual(Bijection):
                 more = solve_fixed_point(lambda x, rows: g(x, left[rows]), z[left], target[left], **options)
                 x = x.index_copy(0, left, more.x)
                 evaluations = evaluations.index_add(0, left, more.evaluations)
-                residual, rounding = self._residual(x, z, context)
+                anew = self._residual(more.x, z[left], None if context is None else context[left])
+                residual, rounding = residual.index_copy(0, left, anew[0]), rounding.index_copy(0, left, anew[1])
         if tolerance is None:
             asked = asked + 2 * rounding / (1 - c)
         bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
@@ -225,7 +231,7 @@ class Residual(Bijection):
         value, error = certify.point_image(self.g, x, context if self._context else None)
         parts = (z.double(), x.double(), value)
         # The small factor goes inside: a norm may be beyond float64 where what rounding makes of it is not.
-        error = error + sum(shares(4 * EPS, part) for part in parts) + 1e-300
+        error = error + shares(4 * EPS, torch.cat(parts)).view(3, -1).sum(0) + 1e-300
         return norms(parts[0] - parts[1] - parts[2]), error.nan_to_num(torch.inf, torch.inf)
 
     def unrolled_inverse(self, z: Tensor, steps: int, context: Tensor | None = None) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of, norms, shares
+from bilip.bounds import EPS, Box, as_float64, log_of, norms
 from bilip.errors import InputError
+from bilip.nets.point import Point
 
 __all__ = ["Facts", "ScaledSwish", "facts", "make"]
 
@@ -104,16 +105,14 @@ class Facts:
         )
         return Box.outward(low, high, 1e-14 * next(sizes) + 1e-15 * next(sizes))
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
-        """The image of a batch of values known up to an error in length, and its own error."""
-        image = self.value(value)
+    def point(self, known: Point, context: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Point:
+        """The image of a batch of values known up to an error."""
+        found = Point(self.value(known.value), known.error)
         # The small factors go inside: a length may be beyond float64 where what rounding makes of it is not.
-        own = shares(16 * EPS, image) + shares(4 * EPS, value) + TINY * math.sqrt(math.prod(value.shape[1:]))
+        own = found.share(16 * EPS) + known.share(4 * EPS) + TINY * math.sqrt(math.prod(known.value.shape[1:]))
         if self.excess is not None:
-            own = own + norms(self.excess(value))
-        return image, (self.lipschitz * error + own) * (1 + 4 * EPS)
+            own = own + norms(self.excess(known.value))
+        return found.with_error((self.lipschitz * known.error + own) * (1 + 4 * EPS))
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         """The shape stays."""

@@ -25,6 +25,7 @@ from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
 from bilip.nets.layers import GainConv2d, LayeredNet
+from bilip.nets.point import Point
 from bilip.nets.read import CONVS, Affine, Linear, Reading, container, float64_copy, read, unknown
 from bilip.nets.readable import changed, tampered
 from bilip.nets.spectral import HeldConv2d, HeldLinear
@@ -220,14 +221,18 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
         (True, torch.float64)
     """
     value = x.detach().double()
-    error = value.new_zeros(len(value))
     given = None if context is None else context.detach().double()
     readings, columns = _read(net)
     if columns is not None and given is not None:
         value, given = torch.cat((value, given), net.dim), None  # type: ignore[arg-type]
+    known = Point(value, value.new_zeros(len(value)))
     for reading in readings:
-        value, error = reading.point(value, error, given if len(readings) == 1 else None, x.dtype)
-    return value, error
+        known = reading.point(known, given if len(readings) == 1 else None, x.dtype)
+    if not bool(torch.isfinite(known.error).all()):  # looked at once for all layers: a device has to be waited for
+        for reading in readings:
+            if isinstance(reading, Linear):
+                reading.require_finite()
+    return known.value, known.error
 
 
 # ---- what a net is made of

@@ -24,7 +24,9 @@ from bilip.errors import NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.activations import TINY, Shape
 from bilip.nets.layers import Declared, GainConv2d, LayeredNet, vouched
+from bilip.nets.matrix_conv import matrix_conv2d, prefers_matrices
 from bilip.nets.norms import conv_norm, matrix_norm
+from bilip.nets.point import Point
 from bilip.nets.readable import as_born, changed, parametrized, tampered, unstated
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
@@ -54,10 +56,8 @@ class Reading(Protocol):
         """A box that holds the image of a box."""
         ...
 
-    def point(
-        self, value: Tensor, error: Tensor, context: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, Tensor]:
-        """The image of a batch of values known up to an error in length for each sample, and its own error."""
+    def point(self, known: Point, context: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Point:
+        """The image of a batch of values known up to an error."""
         ...
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
@@ -159,23 +159,23 @@ class Affine:
             error = error + (2 * EPS + self.slack) * bias.abs() + 2 * EPS * middle.abs()
         return Box.outward(middle - reach, middle + reach, error)
 
-    def point(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of a batch of values known up to an error in length, and its own error."""
+    def point(self, known: Point) -> Point:
+        """The image of a batch of values known up to an error; nothing is looked at on the way, so that a device is not waited for."""
         total = self.weight.abs() if self.conv is None else self.weight.abs().flatten(2).sum(2)
-        share = 2 * EPS + self.slack
-        sizes = [shares(1.0, total.flatten()[None])] + ([] if self.bias is None else [shares(share, self.bias[None])])
-        gross, bias = [*torch.cat(sizes).tolist(), 0.0][:2]
-        gross *= (1 + total.numel() * EPS) * self._copied()
-        image = self.act(self.weight, value)
-        rounding = (self.terms + 4) * EPS + self.slack
-        # Products below the normal range of float64 lose at most TINY each, in the bias too.
-        own = gross * shares(rounding, value) + self.terms * TINY * math.sqrt(math.prod(image.shape[1:]))
+        gross = shares((1 + self.weight.numel() * EPS) * self._copied(), total.flatten()[None])
+        image = self.act(self.weight, known.value)
         if self.bias is not None:
             image = image + self._spread(self.bias)
-            repeats = math.sqrt(math.prod(image.shape[1:]) / len(self.bias))
-            own = own + shares(share, image) + bias * repeats
-        error = torch.where(error > 0, min(self.cap, gross) * error, 0.0)  # also where the norm is beyond float64
-        return image, (error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS)
+        found = Point(image, known.error)
+        size = math.prod(image.shape[1:])
+        rounding, share = (self.terms + 4) * EPS + self.slack, 2 * EPS + self.slack
+        # Products below the normal range of float64 lose at most TINY each, in the bias too.
+        own = gross * known.share(rounding) + self.terms * TINY * math.sqrt(size)
+        if self.bias is not None:
+            own = own + found.share(share) + shares(share, self.bias[None]) * math.sqrt(size / len(self.bias))
+        # Also where the norm is beyond float64.
+        error = torch.where(known.error > 0, gross.clamp_max(self.cap) * known.error, 0.0)
+        return found.with_error((error + own).nan_to_num(math.inf, math.inf) * (1 + 4 * EPS))
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         """Shape of one output of a convolution; `None` where it does not matter."""
@@ -196,7 +196,9 @@ class Affine:
         padding, groups = self.conv.padding, int(self.conv.groups)  # type: ignore[arg-type]
         if mode != "zeros":
             x = F.pad(x, self.conv._reversed_padding_repeated_twice, mode=mode)  # type: ignore[arg-type]
-            padding = 0
+            padding = (0,) * (weight.ndim - 2)
+        if weight.ndim == 4 and groups == 1 and not isinstance(padding, str) and prefers_matrices(x, weight):
+            return matrix_conv2d(x, weight, stride=stride, padding=padding, dilation=dilation)  # type: ignore[arg-type]
         return call(x, weight, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
     def _spread(self, bias: Tensor) -> Tensor:
@@ -224,18 +226,23 @@ class Linear(Reading):
 
     @functools.cached_property
     def affine(self) -> Affine:
-        return self._affine(move=True)
+        weight, bias = self._finite()
+        return self._affine(weight.cpu(), None if bias is None else bias.cpu())
 
-    def _affine(self, *, move: bool) -> Affine:
-        layer = self.layer
+    def _float64(self) -> tuple[Tensor, Tensor | None]:
+        """What acts, in float64."""
         weight, bias = self.acting()
         if weight.is_complex():
-            raise unknown(layer, "has complex weights")
-        weight = weight.detach().double()
-        bias = None if bias is None else bias.detach().double()
-        if move:
-            weight, bias = weight.cpu(), None if bias is None else bias.cpu()
-        require_finite(layer, {"the weight": weight, "the bias": bias})
+            raise unknown(self.layer, "has complex weights")
+        return weight.detach().double(), None if bias is None else bias.detach().double()
+
+    def _finite(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self._float64()
+        require_finite(self.layer, {"the weight": weight, "the bias": bias})
+        return weight, bias
+
+    def _affine(self, weight: Tensor, bias: Tensor | None) -> Affine:
+        layer = self.layer
         return self.kind(weight, bias, None if isinstance(layer, nn.Linear) else layer, float(self.cap()), self.slack)
 
     def log_lipschitz(self, shape=None, outputs=None, inputs=None):
@@ -244,8 +251,12 @@ class Linear(Reading):
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return self.affine.apply(box)
 
-    def point(self, value, error, context=None, dtype=torch.float64):
-        return self._affine(move=False).point(value, error)
+    def point(self, known, context=None, dtype=torch.float64):
+        return self._affine(*self._float64()).point(known)
+
+    def require_finite(self) -> None:
+        """Raise `NonFiniteParameters` where the weight or the bias holds NaN or Inf, for which `point` states an infinite error."""
+        self._finite()
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return self.affine.out_shape(shape)
@@ -310,8 +321,8 @@ class Rearranged(Reading):
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return box.map(lambda end: self.act(end[None])[0]) if box.shape else box
 
-    def point(self, value, error, context=None, dtype=torch.float64):
-        return self.act(value), error
+    def point(self, known, context=None, dtype=torch.float64):
+        return Point(self.act(known.value), known.error)
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return None if shape is None else tuple(self.act(torch.empty((1, *shape), device="meta")).shape[1:])
@@ -355,12 +366,13 @@ class _Stated(Reading):
             return Box.everything()
         tensors = (*self.net.parameters(), *self.net.buffers())
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
-        point = None if context is None else context.center[None]
-        value, error = self.point(box.center[None], torch.zeros(1, dtype=torch.float64), point, dtype)
-        reach = math.exp(log) * (1 + 1e-12) + float(error)
-        return Box.outward(as_float64(value[0]) - reach, as_float64(value[0]) + reach)
+        given = None if context is None else context.center[None]
+        found = self.point(Point(box.center[None], torch.zeros(1, dtype=torch.float64)), given, dtype)
+        reach, middle = math.exp(log) * (1 + 1e-12) + float(found.error), as_float64(found.value[0])
+        return Box.outward(middle - reach, middle + reach)
 
-    def point(self, value, error, context=None, dtype=torch.float64):
+    def point(self, known, context=None, dtype=torch.float64):
+        value, error = known.value, known.error
         if self._states("point"):
             given = () if context is None else (context,)
             image, found = self.layer.point(value, error, *given)
@@ -370,7 +382,7 @@ class _Stated(Reading):
                     f"gives values of {image.dtype} with errors of shape {tuple(found.shape)} from its method point, not float64 "
                     f"and {tuple(error.shape)}",
                 )
-            return image, found.nan_to_num(math.inf, math.inf)
+            return Point(image, found.nan_to_num(math.inf, math.inf))
         copied = float64_copy(self.net).to(value.device)
 
         def act(x: Tensor) -> Tensor:
@@ -380,7 +392,7 @@ class _Stated(Reading):
         log = self.log_lipschitz()
         constant = math.exp(log) * (1 + 1e-15) if log < 700 else math.inf
         own = self._own_error(value, image, act, constant, dtype)
-        return image, torch.where(error > 0, constant * error, 0.0) + own
+        return Point(image, torch.where(error > 0, constant * error, 0.0) + own)
 
     def _own_error(
         self, x: Tensor, image: Tensor, act: Callable[[Tensor], Tensor], constant: float, dtype: torch.dtype

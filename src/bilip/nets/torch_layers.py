@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bilip.bounds import EPS, Box, as_float64, log_of, norms
 from bilip.nets.activations import TINY, Shape
 from bilip.nets.norms import conv_norm
+from bilip.nets.point import Point
 from bilip.nets.read import Affine, Linear, Reading, Rearranged, copies, reader, require_finite, unknown
 from bilip.nets.readable import as_born
 
@@ -46,12 +47,11 @@ class _Map(Reading):
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         return self.box(box) if box.shape else Box.everything()
 
-    def point(self, value, error, context=None, dtype=torch.float64):
-        image, own = self.value(value)
-        shape = tuple(value.shape[1:])
-        return image, (self.constant(shape) * error + own + TINY * math.sqrt(math.prod(image.shape[1:]))) * (
-            1 + 8 * EPS
-        )
+    def point(self, known, context=None, dtype=torch.float64):
+        image, own = self.value(known.value)
+        own = own + TINY * math.sqrt(math.prod(image.shape[1:]))
+        constant = self.constant(tuple(known.value.shape[1:]))
+        return Point(image, (constant * known.error + own) * (1 + 8 * EPS))
 
     def out_shape(self, shape: Shape | None) -> Shape | None:
         return None if shape is None else self.shape(shape)
