@@ -375,12 +375,12 @@ def test_large_features_hide_no_drift_of_small_ones(large, share):
 
 @pytest.mark.parametrize("size", [300, 4099, 40_000])
 def test_one_coordinate_is_not_lost_among_thousands(size):
-    """Each part of 256 coordinates is judged by itself: of a drift of one unit in one place it shows at least 0.4 / 16, see above."""
+    """Each part of 128 coordinates is judged by itself: of a drift of one unit in one place it shows at least 0.4 / 11.4, see above."""
     x = torch.randn(4, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for place in (0, 255, 256, size - 1):
+    for place in (0, 127, 128, size - 1):
         y = x.clone()
         y[:, place] += print_of(x).scale[place]
-        assert shown(x, y) > 0.02
+        assert shown(x, y) > 0.03
 
 
 def looks_at_one_feature(size, weight, shift, outputs):
@@ -422,7 +422,7 @@ def test_nets_that_look_at_one_feature(size):
     """What is left of the promise of 1e-3 rad where one coordinate of a part decides all: docs/reversible.md states it."""
     cases = itertools.product((3.0, 10.0, 30.0, 100.0), (1e4, 3e4, 1e5, 3e5, 1e6), (1, 16, size // 2))
     found = [looks_at_one_feature(size, *case)[1] for case in cases]
-    assert sum(angle > 1e-3 for angle in found) <= 3
+    assert sum(angle > 1e-3 for angle in found) <= 4
     assert max(found) < 3e-3
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of activations: two numbers for each sample and each 256 coordinates, and a scale for each coordinate, that tell how
+"""Fingerprints of activations: two numbers for each sample and each 128 coordinates, and a scale for each coordinate, that tell how
 far a recovered activation is from the one that was.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Fingerprint", "Print", "drifts_of", "kernels"]
 ROWS, PLACES = 32, 64  # samples that tell the scale of a coordinate; coordinates that tell that of those all zero
 STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # factors of the hash, odd
 FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
-PART = 256  # coordinates of one part of a state: each has sums of its own, so that what drifts alone is not lost in a wide state
+PART = 128  # coordinates of one part of a state: each has sums of its own, so that what drifts alone is not lost in a wide state
 FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
 TINY, HUGE = 1e-30, 1e30
 
@@ -29,7 +29,7 @@ TINY, HUGE = 1e-30, 1e30
 class Fingerprint:
     r"""Random weights for one state of one step: other ones for every step, block, sample and place.
 
-    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample and each part of 256 coordinates, over the root of twice
+    A fingerprint is two sums $\sum_j w_j\, \varphi(x_j / s_j)$ for each sample and each part of 128 coordinates, over the root of twice
     their number: what drifts in a few coordinates is not lost among many others. The scale $s_j$ of a coordinate is its typical spread
     over the batch, so that no large coordinate hides a small one; $\varphi(u) = u$ up to 32 and $32 + 32 \log(u / 32)$ beyond, so that
     what is far larger than is typical counts by its own size. The weights have random signs and magnitudes in [0.5, 1.5], so that equal
