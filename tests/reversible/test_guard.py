@@ -384,8 +384,10 @@ def test_one_coordinate_is_not_lost_among_thousands(size):
 
 
 def looks_at_one_feature(size, weight, shift, outputs):
-    """Angles to the stored gradient of a bare and a guarded walk. The last block adds `shift` to one feature, which comes back rounded; a net
-    before it looks at nothing else, through this weight, and moves so many features, at which the loss looks.
+    """Angles to the stored gradient of a bare and a guarded walk.
+
+    The last block adds `shift` to one feature, which comes back rounded; a net before it looks at nothing else, through this weight, and
+    moves so many features, at which the loss looks.
     """
     torch.manual_seed(0)
     half, width = size // 2, 16

@@ -8,7 +8,7 @@ from torch import nn
 
 import bilip
 from bilip import Bijection, Chain, blocks, models
-from bilip.auditing.probes import Bounds, Spectrum, Subject, extremes, jacobian, singular_values
+from bilip.auditing.probes import Bounds, Spectrum, Subject, extremes, jacobian, singular_values, spectrum
 from bilip.errors import NotMeasured
 from bilip.linalg.lanczos import largest_singular_value
 from catalogue import CATALOGUE
@@ -312,3 +312,22 @@ def test_the_jacobian_through_a_backward_pass_that_cannot_be_differentiated():
     x = torch.randn(1, 3, dtype=torch.float64)
     assert torch.allclose(jacobian(model, x), 4 * torch.eye(3, dtype=torch.float64))
     assert torch.allclose(singular_values(model, x).values, torch.full((3,), 4.0, dtype=torch.float64))
+
+
+def test_gains_of_a_large_model_are_measured_once(monkeypatch):
+    """What the spectrum finds of the first sample stands beside the bounds as well; what is given outside of an audit is found anew."""
+    torch.manual_seed(0)
+    model, x = models.glow((3, 16, 16), levels=2, blocks=1, hidden=8), torch.rand(300, 3, 16, 16)
+    model(x)
+    seen = []
+    whole = spectrum._extremes
+    monkeypatch.setattr(spectrum, "_extremes", lambda *given: seen.append(given[1]) or whole(*given))
+    record = bilip.audit(model.eval(), {"test": x}, ood=["scaled:10"], budget="quick", probes=["spectrum", "bounds"])
+    assert len(seen) == 2  # one for each source
+    for source in ("test", "scaled:10"):
+        found = {m.probe: m for m in record.measurements if m.source == source}
+        gain = math.log10(found["spectrum"].rows[0]["sigma_max"])
+        assert found["bounds"]["measured_log10_forward"] == pytest.approx(gain, abs=1e-12)
+    for _ in range(2):
+        extremes(model, x[:1].double(), steps=8)
+    assert len(seen) == 4

@@ -9,7 +9,7 @@ import torch
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.blame import kind_of
 from bilip.auditing.probes.probe import Probe, Task
-from bilip.auditing.probes.spectrum import extremes
+from bilip.auditing.probes.spectrum import Spectrum, extremes
 from bilip.auditing.subject import Subject
 from bilip.bounds import Box
 from bilip.data import Source
@@ -30,6 +30,7 @@ class Bounds(Probe):
         samples: Samples at which gains are measured.
         limit: Samples that span the hull.
         steps: Lanczos steps for the gains.
+        seed: Seed of their starting directions.
 
     Example:
         >>> from bilip.models import real_nvp
@@ -52,12 +53,15 @@ class Bounds(Probe):
         Quantity("first_beyond_precision", "first block beyond precision", "text"),
     )
 
-    def __init__(self, samples: int = 4, *, limit: int = 4096, steps: int = 12) -> None:
-        self.samples, self.limit, self.steps = samples, limit, steps
+    def __init__(self, samples: int = 4, *, limit: int = 4096, steps: int = 12, seed: int = 0) -> None:
+        self.samples, self.limit, self.steps, self.seed = samples, limit, steps, seed
 
     @classmethod
     def cost(cls, budget: Budget, task: Task) -> dict[str, object] | None:
-        return {"samples": 1 if task.large else min(4, budget.spectra), "steps": 4 if task.large else 12}
+        if not task.large:
+            return {"samples": min(4, budget.spectra), "steps": 12}
+        spectrum = Spectrum.cost(budget, task) or {}  # what it finds of the first sample serves here too
+        return {"samples": 1} | {name: spectrum[name] for name in ("steps", "seed")}
 
     def _measure(self, subject: Subject, source: Source) -> Measurement:
         low, high, contexts = None, None, []
@@ -103,7 +107,7 @@ class Bounds(Probe):
     def _measured(self, subject: Subject, source: Source) -> dict[str, float]:
         batch = source.first(self.samples, dtype=torch.float64, device=subject.device)
         try:
-            found = extremes(subject, batch.x, batch.context, steps=self.steps)
+            found = extremes(subject, batch.x, batch.context, steps=self.steps, seed=self.seed)
         except NotMeasured:
             return {"measured_log10_forward": math.nan, "measured_log10_inverse": math.nan}
         forward, inverse = float(found.sigma_max.max()), float(found.sigma_min.min())

@@ -167,6 +167,11 @@ def extremes(
         (3.0, 0.001)
     """
     subject = Subject.of(model)
+    key = ("extremes", steps, tolerance, seed)
+    return subject.once(key, (x, context), lambda: _extremes(subject, x, context, steps, tolerance, seed))
+
+
+def _extremes(subject: Subject, x: Tensor, context: Tensor | None, steps: int, tolerance: float, seed: int) -> Extremes:
     at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
