@@ -83,7 +83,7 @@ class Config:
     shown: int = sized(8, gpu=6)  # images of each kind that are kept for the figures
     attacked: int = sized(64, gpu=32, quick=16)  # training images that are attacked
     attack_steps: int = 200  # steps of each attack
-    # Steps of the attacks on the converged inverse of the residual flow; a hundred cross a cell three times.
+    # Steps of the attacks on the converged inverse of the residual flow; a hundred are 1.6 widths of a cell.
     converged_steps: int = sized(200, gpu=100)
     iterations: int = 5  # of the cut inverse of the residual flow that the paper's attack sees
     conditions: int = sized(4, gpu=2, quick=2)  # points found by the attack whose condition number is computed
