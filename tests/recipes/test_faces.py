@@ -1,7 +1,9 @@
 """The recipes on faces at a size of seconds, on images that are written here."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +17,12 @@ from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
 from bilip.training import Draw, read_state
-from recorded import numbers_of, stop_and_resume, write_images
+from recorded import check_captured, numbers_of, stop_and_resume, write_images
 
 TINY = """
 side=8 images=24 test=12 blocks=2,1 hidden=4 dense=1 dense_hidden=4 batch=8 accumulate=1 steps=6 optimizer=adam
-warmup=2 clip=0.0 ema=0.0 start=16 looks=2 test_looked=8 samples=6 shown=3 attacked=4 attack_steps=3 iterations=1
-conditions=1 lanczos=4 plain=8 residual_blocks=1,1 residual_hidden=4 residual_steps=4 exact_terms=2 recompute=False
+warmup=2 clip=0.0 ema=0.0 start=16 looks=2 test_looked=8 samples=6 shown=3 attacked=4 attack_steps=3 converged_steps=2
+iterations=1 conditions=1 lanczos=4 plain=8 residual_blocks=1,1 residual_hidden=4 residual_steps=4 exact_terms=2 recompute=False
 residual_attacked=2 residual_samples=4
 """
 CHANGES = TINY.split()
@@ -133,6 +135,20 @@ def test_what_parts_mean(tiny):
     assert scales("modified-unmasked") == [SIGMOID] * 2 + [HALF_SIGMOID] * 2
     assert not RECIPE.has("afine", tiny)
     assert RECIPE.has("modified-unmasked", tiny)
+
+
+@pytest.mark.parametrize("part", ["affine", pytest.param("residual", marks=pytest.mark.slow)])
+def test_captured_steps_end_as_eager_ones(part, tiny, data, tmp_path, device, monkeypatch):
+    config = replace(tiny, steps=9, residual_steps=14)
+    check_captured(RECIPE, part, config, tmp_path, data, device, monkeypatch, replays=3)
+
+
+def test_the_converged_inverse_is_attacked_for_so_many_steps(measured):
+    """The paper's attack and those on a formula take `attack_steps`; a step through a solved inverse costs far more."""
+    pieces = measured[0] / "pieces/quick/seed0"
+    for part, steps in {"affine": (3, 3, 3), "residual": (3, 2, 2)}.items():
+        with np.load(pieces / part / "arrays.npz") as arrays:
+            assert tuple(len(arrays[f"{m}_median"]) - 1 for m in ("roundtrip", "gain", "random")) == steps
 
 
 def test_couplings_of_the_paper_alternate_and_invert(tiny):

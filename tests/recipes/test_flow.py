@@ -1,6 +1,7 @@
 """The image flows' recipe and the OOD table at a size of seconds, on images that are written here."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,6 +174,12 @@ def test_a_sample_that_misses_its_tolerance_is_lost_and_no_other():
 
 def test_captured_steps_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
     check_captured(RECIPE, "affine", tiny, tmp_path, data, device, monkeypatch, replays=5)
+
+
+@pytest.mark.slow
+def test_captured_steps_of_the_residual_flow_end_as_eager_ones(tiny, data, tmp_path, device, monkeypatch):
+    config = replace(tiny, residual_steps=14)
+    check_captured(RECIPE, "residual", config, tmp_path, data, device, monkeypatch, replays=3)
 
 
 def test_stopped_and_resumed_it_ends_as_if_it_was_not(measured, data, tmp_path, monkeypatch):
@@ -393,3 +400,38 @@ def test_pictures_are_of_the_pass_in_which_the_worst_was_seen():
 
     flow = Flow(Odd(torch.ones(3, 2, 2)), shape=(3, 2, 2))
     assert flow_probes.pictures(flow, torch.zeros(6, 3, 2, 2), 2)["broken"][:, 1].all()
+
+
+@pytest.mark.parametrize("most", [4096, 8])
+def test_condition_numbers_of_large_matrices_are_those_of_their_singular_values(most):
+    """By Lanczos' method, and by all singular values, of a matrix that is neither symmetric nor diagonal."""
+    torch.manual_seed(0)
+    matrix = torch.eye(60, dtype=torch.float64) + 0.08 * torch.randn(60, 60, dtype=torch.float64)
+    values = torch.linalg.svdvals(matrix)
+    assert flow_probes.condition_of(matrix, most=most) == pytest.approx(float(values[0] / values[-1]), rel=1e-6)
+
+
+def test_the_whole_jacobian_of_a_residual_flow_is_built_where_the_device_allows(monkeypatch):
+    """Each of Lanczos' steps would invert every block by iteration."""
+    torch.manual_seed(0)
+    flow, x = Flow(models.residual_flow((3, 4, 4), blocks=(1,), hidden=4)), torch.rand(2, 3, 4, 4)
+    flow.bijection.train()(x)
+    flow.eval()
+    expected = flow_probes.conditions(flow, x, steps=40)
+    monkeypatch.setattr(flow_probes, "WHOLE", {"cpu": 47})
+    assert flow_probes.conditions(flow, x, steps=40) == pytest.approx(expected, rel=1e-3)
+    monkeypatch.setattr(flow_probes, "WHOLE", {"cpu": 48})
+    monkeypatch.setattr(flow_probes, "condition_numbers", None)  # it would be called
+    assert flow_probes.conditions(flow, x, steps=1) == pytest.approx(expected)
+
+
+def test_the_residual_flow_computes_fewer_likelihoods(tiny, data, tmp_path, monkeypatch):
+    """Each of them takes twenty products for every block."""
+    asked = []
+    monkeypatch.setattr(
+        flow_probes, "bits_per_dim", lambda flow, inputs, which, most: asked.append((which, most)) or 1.0
+    )
+    config = replace(tiny, likelihoods=30, residual_likelihoods=5, test_looked=7)
+    RECIPE.run("residual", config, Work(tmp_path, data=data))
+    assert asked[-2:] == [("train", 5), ("cifar10", 5)]
+    assert cifar10_flow.as_residual(RECIPE.sizes["gpu"]).likelihoods == 2000

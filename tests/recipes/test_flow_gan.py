@@ -85,6 +85,17 @@ def test_every_run_is_measured_judged_and_drawn(measured):
     assert "of 10,000 test images right" in lines["feature network"].ours
 
 
+def test_training_images_have_no_borders_that_test_images_lack(tmp_path):
+    """A discriminator would tell images from samples by them, and samples would be compared with images without."""
+    for split, count in (("train", 64), ("test", 40)):
+        white = np.full((count, 32, 32, 3), 255, np.uint8)
+        np.savez(tmp_path / f"cifar10_{split}.npz", x=white, y=np.arange(count) % 10)
+    train, inputs, facts = flow_gan.load(CONFIG, Work(tmp_path / "work", data=tmp_path))
+    assert min(float(train(Draw(0, step))[0].min()) for step in range(4)) > 0.49
+    assert float(inputs.first("cifar10", 8).min()) > 0.49
+    assert facts == {"images": 48, "test_images": 32}
+
+
 def test_each_player_is_reached_by_its_own_terms_alone(batches):
     """One sum, and yet the gradients that two optimizers would see."""
     torch.manual_seed(0)

@@ -81,6 +81,8 @@ class Config:
     test_looked: int = sized(10_000, gpu=1000, quick=512)  # test images whose likelihood is computed then
     conditions: int = sized(2, quick=1)  # images of each source whose condition number is found, at about half of them
     lanczos: int = sized(30, gpu=12, quick=12)  # steps of Lanczos' method for each
+    # Training and test images, so many of each at most, whose likelihood is computed in the end.
+    likelihoods: int = 10_000
     samples: int = sized(10_000, gpu=2000, quick=500)  # samples drawn in the end
     ood: int = sized(10_000, quick=500)  # images of each set that are reconstructed in the end
     referenced: int = sized(10_000, gpu=2000, quick=500)  # of them with a float64 reference of their likelihood
@@ -100,6 +102,7 @@ class Config:
     # Whether its activations are computed again in the backward pass instead of kept.
     recompute: bool = sized(True, gpu=False, quick=False)
     residual_looks: int = sized(10, gpu=4, quick=3)  # its evaluations along training
+    residual_likelihoods: int = sized(10_000, gpu=2000)  # images of each set whose likelihood it computes in the end
     residual_ood: int = sized(10_000, gpu=2000, quick=500)  # images of each set that it reconstructs in the end
     # Of them by the loose stop of the original code, and of them with a float64 reference of their likelihood.
     residual_loose: int = 500
@@ -247,6 +250,7 @@ def as_residual(config: Config) -> Config:
         warmup=config.residual_warmup,
         weight_decay=0.0,
         looks=config.residual_looks,
+        likelihoods=config.residual_likelihoods,
         samples=min(config.samples, config.residual_ood),
         ood=config.residual_ood,
         referenced=min(config.referenced, config.residual_loose),
@@ -317,8 +321,8 @@ class Looks:
         flow, config, inputs = self.flow.eval(), self.config, self.inputs
         work.progress("likelihoods", 0.81)
         found: dict[str, Any] = {
-            "train_bits": flow_probes.bits_per_dim(flow, inputs, "train", 10_000),
-            "test_bits": flow_probes.bits_per_dim(flow, inputs, "cifar10", 10_000),
+            name: flow_probes.bits_per_dim(flow, inputs, which, config.likelihoods)
+            for name, which in (("train_bits", "train"), ("test_bits", "cifar10"))
         }
         work.progress("samples", 0.84)
         several, kept = flow_probes.sampled(flow, config.samples, bits=config.bits, seed=self.seed)

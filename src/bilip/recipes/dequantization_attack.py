@@ -298,7 +298,7 @@ class Attacked:
         converged = _l2(solved.x, run.points)
         self._keep("point", run.points, "cut", run.back, run.errors)
         self._keep("point", run.points, "converged", solved.x, run.errors)
-        second = self._search(self.flow, ("gain", "random"), count, 0.78, 0.95)
+        second = self._search(self.flow, ("gain", "random"), count, 0.78, 0.95, steps=self.config.converged_steps)
         found |= self._found(second, count)
         return found | {
             "iterations": self.config.iterations,
@@ -311,12 +311,12 @@ class Attacked:
             **self._conditions(second.points, second.errors, second.back),
         }
 
-    def _search(self, model: Any, methods: tuple[str, ...], count: int, start: float, end: float) -> AttackResult:
+    def _search(
+        self, model: Any, methods: tuple[str, ...], count: int, start: float, end: float, *, steps: int | None = None
+    ) -> AttackResult:
         names = ", ".join(METHODS[method] for method in methods)
-        config = self.config
-        attack = Attack(
-            config.bits, box="cell", steps=config.attack_steps, samples=count, methods=methods, seed=self.work.seed
-        )
+        steps = self.config.attack_steps if steps is None else steps
+        attack = Attack(self.config.bits, box="cell", steps=steps, samples=count, methods=methods, seed=self.work.seed)
         attack.progress = lambda share: self.work.progress(f"{names} on {count} images", start + (end - start) * share)
         result = attack.search(model, self.faces.first("train", count))
         for method, run in result.runs.items():

@@ -65,7 +65,7 @@ class Config:
     dense_hidden: int = sized(128, quick=32)  # their width
     batch: int = sized(320, gpu=64, quick=64)  # images in each step
     accumulate: int = sized(5, gpu=1, quick=1)  # parts into which a batch is cut
-    steps: int = sized(90_000, gpu=2500, quick=800)  # training steps
+    steps: int = sized(90_000, gpu=5000, quick=800)  # training steps
     # `adam` or `adamax`, of the affine flows; the residual flow has Adam.
     optimizer: str = sized("adamax", gpu="adam", quick="adam")
     lr: float = sized(1e-3, quick=2e-3)  # learning rate
@@ -82,7 +82,9 @@ class Config:
     samples: int = sized(512, gpu=256, quick=256)  # samples at each look and in the end
     shown: int = sized(8, gpu=6)  # images of each kind that are kept for the figures
     attacked: int = sized(64, gpu=32, quick=16)  # training images that are attacked
-    attack_steps: int = sized(200, quick=200)  # steps of each attack
+    attack_steps: int = 200  # steps of each attack
+    # Steps of the attacks on the converged inverse of the residual flow; a hundred are 1.6 widths of a cell.
+    converged_steps: int = sized(200, gpu=100)
     iterations: int = 5  # of the cut inverse of the residual flow that the paper's attack sees
     conditions: int = sized(4, gpu=2, quick=2)  # points found by the attack whose condition number is computed
     lanczos: int = sized(12, gpu=6)  # steps of Lanczos' method for each
