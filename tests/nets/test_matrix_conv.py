@@ -1,5 +1,7 @@
 """Convolutions as matrix products: equal to torch's but for the rounding that a proof is charged for."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from bilip.bounds import EPS, norms, shares
 from bilip.errors import NonFiniteParameters
-from bilip.nets import ConvNet, HeldConv2d, matrix_conv, point_image
+from bilip.nets import ConvNet, HeldConv2d, HeldLinear, matrix_conv, point_image
 from bilip.nets.matrix_conv import matrix_conv2d
 from bilip.nets.point import Point
 from bilip.nets.read import read
@@ -122,3 +124,44 @@ def test_a_share_of_a_length_is_at_least_that(size):
     share = Point(value, torch.zeros(1, dtype=F64)).share(16 * EPS)
     exact = 16 * EPS * 10 * size
     assert exact <= float(share) <= exact * (1 + 1e-9) + 5e-324
+
+
+class Clamped(nn.Module):
+    """A layer that bounds what it is told, errors too."""
+
+    def forward(self, x):
+        return x.clamp(-1, 1)
+
+    def log_lipschitz(self, shape=None, outputs=None):
+        return 0.0
+
+    def log_cap(self):
+        return 0.0
+
+    def point(self, value, error):
+        return value.clamp(-1, 1), error.clamp_max(2 * math.sqrt(math.prod(value.shape[1:])))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("place", ["weight", "bias"])
+def test_a_layer_behind_hides_no_parameter_that_is_not_finite(place, value, rows):
+    net = nn.Sequential(HeldLinear(4, 4, coefficient=0.5), Clamped()).eval()
+    with torch.no_grad():
+        getattr(net[0], place).view(-1)[0] = value
+    with pytest.raises(NonFiniteParameters):
+        point_image(net, torch.randn(rows, 4))
+
+
+@pytest.mark.parametrize("name", ["few inputs", "few outputs"])
+def test_an_empty_batch(name, monkeypatch):
+    inputs, outputs, kernel, options = CASES[name]
+    layer, x = _conv(inputs, outputs, kernel, **options)
+    assert _matrix(layer, x[:0]).shape == (0, outputs, 9, 8)
+
+
+def test_options_that_are_one_number():
+    layer, x = _conv(64, 2, 3, padding=1)
+    expected = point_image(layer, x)[0]
+    layer.padding = layer.stride = layer.dilation = 1
+    assert torch.equal(point_image(layer, x)[0], expected)

@@ -649,6 +649,49 @@ def test_a_loss_that_subtracts_rests_apart_from_the_steps_between():
     assert guarded._watch.apart == APART - 2
 
 
+def test_where_only_one_of_the_calls_that_cancel_has_said_so_all_rest():
+    torch.manual_seed(0)
+    model, x = models.real_nvp(4, blocks=8, hidden=(16,)), torch.randn(16, 4)
+    guarded = Reversible(model)
+
+    def loss(f, x):
+        first = f(x).square().sum()
+        hold(first, 1.0)  # made first, so that its backward pass comes last
+        return first - f(x + 1e-6).square().sum()
+
+    with pytest.warns(DriftWarning, match="nearly cancel"):
+        gradient(guarded, model, x, loss)
+    assert guarded._watch.rest == REST
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient(guarded, model, x, loss)
+
+
+class Padded(Bijection):
+    """Twice as many features, the new ones zero: injective, and states of two sizes in one chain."""
+
+    def forward(self, x, context=None):
+        return torch.cat((x, 0 * x), 1)
+
+    def inverse(self, z, context=None):
+        return z[:, : z.shape[1] // 2]
+
+    def forward_and_log_det(self, x, context=None):
+        return self(x), x.new_zeros(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return self.inverse(z), z.new_zeros(len(z))
+
+
+def test_states_of_several_sizes():
+    torch.manual_seed(0)
+    model = Chain(models.real_nvp(100, blocks=2, hidden=(8,)), Padded(), models.real_nvp(200, blocks=2, hidden=(8,)))
+    x = torch.randn(4, 100)
+    guarded = Reversible(model)
+    for _ in range(2):
+        assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-5
+
+
 def test_several_calls_that_do_not_cancel_are_left_alone():
     torch.manual_seed(0)
     model, x = models.real_nvp(4, blocks=8, hidden=(16,)), torch.randn(16, 4)

@@ -228,10 +228,11 @@ def point_image(net: nn.Module, x: Tensor, context: Tensor | None = None) -> tup
     known = Point(value, value.new_zeros(len(value)))
     for reading in readings:
         known = reading.point(known, given if len(readings) == 1 else None, x.dtype)
-    if not bool(torch.isfinite(known.error).all()):  # looked at once for all layers: a device has to be waited for
-        for reading in readings:
-            if isinstance(reading, Linear):
-                reading.require_finite()
+    linear = [reading for reading in readings if isinstance(reading, Linear)]
+    # Looked at once for all layers: a device has to be waited for. An error alone does not tell: a layer behind may bound it.
+    if linear and not bool(torch.stack([reading.is_finite().to(value.device) for reading in linear]).all()):
+        for reading in linear:
+            reading.require_finite()
     return known.value, known.error
 
 

@@ -33,9 +33,9 @@ def matrix_conv2d(
     x: Tensor,
     weight: Tensor,
     *,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    dilation: Sequence[int] = (1, 1),
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """`F.conv2d(x, weight)` with zero padding and one group, but for the order in which the terms of an entry are added.
 
@@ -45,7 +45,7 @@ def matrix_conv2d(
     Args:
         x: Images, shape `(batch, in, height, width)`.
         weight: The kernel, shape `(out, in, rows, columns)`.
-        stride: Stride of the rows and of the columns.
+        stride: Stride of the rows and of the columns; one number for both, as below.
         padding: Zeros beside the rows and the columns, on both sides.
         dilation: Distance between neighbouring taps.
 
@@ -55,6 +55,7 @@ def matrix_conv2d(
         >>> torch.allclose(found, F.conv2d(x, weight, padding=1), rtol=0, atol=1e-13)
         True
     """
+    stride, padding, dilation = (_pair(option) for option in (stride, padding, dilation))
     taps = weight.shape[2:]
     padded = [side + 2 * p for side, p in zip(x.shape[2:], padding, strict=True)]
     size = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded, dilation, taps, stride, strict=True)]
@@ -80,7 +81,7 @@ def _columns(
     one, channel, row, column = x.stride()
     steps = (one, channel, dilation[0] * row, dilation[1] * column, stride[0] * row, stride[1] * column)
     pixels = x.as_strided((*x.shape[:2], *weight.shape[2:], *size), steps, x.storage_offset()).reshape(
-        len(x), -1, size[0] * size[1]
+        len(x), weight[0].numel(), size[0] * size[1]
     )
     return _times(weight.flatten(1), pixels).unflatten(2, tuple(size))
 
@@ -100,6 +101,10 @@ def _shifts(
     one, down, right, channel, row, column = products.stride()
     steps = (one, channel, stride[0] * row, stride[1] * column, down + dilation[0] * row, right + dilation[1] * column)
     return products.as_strided((len(x), out, *size, *taps), steps, products.storage_offset()).sum((-2, -1))
+
+
+def _pair(option: int | Sequence[int]) -> Sequence[int]:
+    return (option, option) if isinstance(option, int) else option
 
 
 def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:

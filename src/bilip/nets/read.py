@@ -254,6 +254,10 @@ class Linear(Reading):
     def point(self, known, context=None, dtype=torch.float64):
         return self._affine(*self._float64()).point(known)
 
+    def is_finite(self) -> Tensor:
+        """Whether weight and bias are finite, on their device."""
+        return torch.stack([torch.isfinite(value).all() for value in self._float64() if value is not None]).all()
+
     def require_finite(self) -> None:
         """Raise `NonFiniteParameters` where the weight or the bias holds NaN or Inf, for which `point` states an infinite error."""
         self._finite()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bilip import Flow, _linalg
-from bilip._linalg import inv
+from bilip._linalg import inv_ex
 from bilip.auditing.probes.precision import condition_numbers
 from bilip.auditing.reference import Reference, tolerance
 from bilip.auditing.round_trip import norms
@@ -247,14 +247,18 @@ def condition_of(matrix: Tensor, *, most: int = EVERY) -> float:
         >>> round(condition_of(matrix), 6), round(condition_of(matrix, most=10), 6)
         (50.0, 50.0)
     """
+    if not bool(torch.isfinite(matrix).all()):
+        return math.nan
     if len(matrix) <= most:
         values = torch.linalg.svdvals(matrix)
         return float(values[0] / values[-1])
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1, len(matrix), generator=generator, dtype=torch.float64).to(matrix)
+    inverse, failed = inv_ex(matrix)
+    if bool(failed):
+        return math.inf
     gains = [
-        largest_singular_value(lambda v, a=a: v @ a.mT, lambda u, a=a: u @ a, start).value
-        for a in (matrix, inv(matrix))
+        largest_singular_value(lambda v, a=a: v @ a.mT, lambda u, a=a: u @ a, start).value for a in (matrix, inverse)
     ]
     return float(gains[0] * gains[1])
 

@@ -23,7 +23,7 @@ __all__ = ["FiniteDifference"]
 MODES = ("both", "forward", "inverse")
 SCALINGS = ("clean", "original")
 SLACK = 10.0  # drift d turns the gradient over a relative step s by about 0.15 d / s in a planted model: 5e-4 rad in float32
-BACK = 2.2  # the same for the inverse, which turns faster: with 10, one of 10,000 random models was 1.2e-3 rad off
+BACK = 2.3  # the same for the inverse, which turns faster: with 10, one of 10,000 random models was 1.2e-3 rad off
 
 
 class FiniteDifference(Penalty):

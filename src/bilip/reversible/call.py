@@ -223,16 +223,15 @@ class Call:
 
     def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
         """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
-        found = watch.together.add(self, result.parameters, drift)
-        if found is None:
+        together = watch.together.add(self, result.parameters, drift)
+        if together is None:
             return False
+        found, subtracts = together
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        return (
-            not capturing(found)
-            and not float(found) <= limit
-            and watch.cancelled(float(found), limit, subtracts=self.subtracts)
-        )
+        if capturing(found) or float(found) <= limit:
+            return False
+        return watch.cancelled(float(found), limit, subtracts=subtracts)
 
     def _walk(self, back: Backward, *, watched: bool = True, signs: Signs | None = None) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""

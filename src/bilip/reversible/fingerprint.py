@@ -177,11 +177,19 @@ def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: S
         sensitivities: Of the walk, in its order. Where that of a sample grows from one state to the next, a net is steep there, and
             turns as fast: the drift of the sample counts as many times more.
     """
-    apart = torch.stack(list(after)) - torch.stack([one.sums for one in before])
-    drift = torch.linalg.vector_norm(apart.double(), dim=-1).amax(-1)
+    taken = [one.sums for one in before]
+    if len({sums.shape for sums in taken}) == 1:  # in few launches
+        drift = _worst_part(torch.stack(list(after)) - torch.stack(taken))
+    else:  # states of several sizes
+        drift = torch.stack([_worst_part(a - b) for a, b in zip(after, taken, strict=True)])
     if len(sensitivities) > 1:
         sensitivity = torch.stack(list(sensitivities))
         grown = sensitivity[1:] / sensitivity[:-1]  # from nothing to something is no growth: other paths begin there
         drift[1:] *= torch.where(torch.isfinite(grown), grown, 1.0).clamp_min(1.0)
     most = drift.amax(-1)
     return torch.where(torch.isfinite(most), most, torch.inf)
+
+
+def _worst_part(apart: Tensor) -> Tensor:
+    """The drift of each sample: that of its worst part, from differences of sums."""
+    return torch.linalg.vector_norm(apart.double(), dim=-1).amax(-1)

@@ -19,7 +19,7 @@ __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_fo
 
 ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
-APART = 200  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
+APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
@@ -170,15 +170,16 @@ class Together:
 
     def __init__(self) -> None:
         self.waiting: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # By backward pass: gradients, and what they are wrong by.
-        self.found: dict[int, tuple[dict[Tensor, Tensor], Tensor]] = {}
+        # By backward pass: gradients, what they are wrong by, and whether all of them are behind losses that subtract.
+        self.found: dict[int, tuple[dict[Tensor, Tensor], Tensor, bool]] = {}
 
     def expect(self, call: Any) -> None:
         """Take note of a call that was made."""
         self.waiting[id(call)] = call
 
-    def add(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
-        """What the gradients found so far in this backward pass may be wrong by, over the size of their sum; `None` for one alone.
+    def add(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> tuple[Tensor, bool] | None:
+        """What the gradients found so far in this backward pass may be wrong by, over the size of their sum, and whether all of them are
+        behind losses that subtract; `None` for one alone.
 
         Args:
             call: Whose backward pass this is.
@@ -197,13 +198,14 @@ class Together:
                 self.found[task] = before
             return None
         total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
+        subtracts = bool(call.subtracts)
         if before is not None:
-            wrong = wrong + before[1]
+            wrong, subtracts = wrong + before[1], subtracts and before[2]
             for p, g in before[0].items():
                 total[p] = total[p] + g if p in total else g
         if self.waiting:
-            self.found[task] = total, wrong
-        return None if before is None else wrong / torch.linalg.vector_norm(sizes(list(total.values())))
+            self.found[task] = total, wrong, subtracts
+        return None if before is None else (wrong / torch.linalg.vector_norm(sizes(list(total.values()))), subtracts)
 
     def __reduce__(self) -> tuple[type[Together], tuple[()]]:
         return Together, ()
@@ -322,7 +324,8 @@ class Watch:
     def cancelled(self, found: float, limit: float, *, subtracts: bool) -> bool:
         """Act on calls whose gradients nearly cancel; whether the last of them is to be repaired. What the others gave is out already.
 
-        Where the loss had said that it subtracts (`hold`), only its calls rest: the steps between them have nothing to do with it.
+        Where all of them are behind losses that have said that they subtract (`hold`), only such calls rest: the steps between them have
+        nothing to do with it.
         """
         text = (
             f"the gradients of several calls in one backward pass nearly cancel: their drift is {found:.1e} of what remains (allowed "

@@ -331,3 +331,14 @@ def test_gains_of_a_large_model_are_measured_once(monkeypatch):
     for _ in range(2):
         extremes(model, x[:1].double(), steps=8)
     assert len(seen) == 4
+
+
+def test_what_was_found_of_points_is_not_served_for_others():
+    torch.manual_seed(0)
+    subject, x = Subject.of(models.real_nvp(3, blocks=2)), torch.randn(1, 3, dtype=torch.float64)
+    with subject.repeating():
+        first = extremes(subject, x, steps=3)
+        assert extremes(subject, x.clone(), steps=3) is first
+        x.mul_(5)  # in place: other points
+        assert extremes(subject, x, steps=3) is not first
+        assert extremes(subject, x, steps=2) is not extremes(subject, x, steps=3)
