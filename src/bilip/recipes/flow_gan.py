@@ -111,7 +111,7 @@ class FlowGan(Recipe):
     claim = "A generator trained against a discriminator alone explodes at data; likelihood beside it prevents that, with better samples."
     sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
-        "quick": "5 minutes of one core, an estimate from 32 on a busy machine",
+        "quick": "4 minutes of one core, half of that on two",
         "gpu": "6,000 steps of eight generators; about 12 minutes on one H200 with --jobs 8 under CUDA's MPS, an estimate",
         "paper": "50,000 steps, a number the paper does not state; hours on one GPU; not timed yet",
     }
