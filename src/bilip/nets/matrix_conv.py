@@ -9,6 +9,7 @@ need another argument.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -64,20 +65,24 @@ def matrix_conv2d(
     way = _columns if columns <= products or taps.numel() == 1 else _shifts
     least = min(columns, products) * taps.numel()
     parts = x.split(max(1, _MOST // max(1, least))) if taps.numel() > 1 else (x,)
-    found = [way(part, weight, stride, padding, dilation, size) for part in parts]
+    at = _Options(stride, padding, dilation, size)
+    found = [way(part, weight, at) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _columns(
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    size: Sequence[int],
-) -> Tensor:
+@dataclass(frozen=True)
+class _Options:
+    """Of a convolution, each for rows and columns; `size` is that of its output."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    size: Sequence[int]
+
+
+def _columns(x: Tensor, weight: Tensor, at: _Options) -> Tensor:
     """The kernel times the pixels under it."""
-    x = _padded(x, padding)
+    x, stride, dilation, size = _padded(x, at.padding), at.stride, at.dilation, at.size
     one, channel, row, column = x.stride()
     steps = (one, channel, dilation[0] * row, dilation[1] * column, stride[0] * row, stride[1] * column)
     pixels = x.as_strided((*x.shape[:2], *weight.shape[2:], *size), steps, x.storage_offset()).reshape(
@@ -86,18 +91,12 @@ def _columns(
     return _times(weight.flatten(1), pixels).unflatten(2, tuple(size))
 
 
-def _shifts(
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    size: Sequence[int],
-) -> Tensor:
+def _shifts(x: Tensor, weight: Tensor, at: _Options) -> Tensor:
     """The sum of the products of each tap with the image, shifted to where they belong."""
     out, taps = len(weight), weight.shape[2:]
     products = _times(weight.permute(2, 3, 0, 1).flatten(0, 2), x.flatten(2)).unflatten(2, x.shape[2:])
-    products = _padded(products, padding).unflatten(1, (*taps, out))
+    products = _padded(products, at.padding).unflatten(1, (*taps, out))
+    stride, dilation, size = at.stride, at.dilation, at.size
     one, down, right, channel, row, column = products.stride()
     steps = (one, channel, stride[0] * row, stride[1] * column, down + dilation[0] * row, right + dilation[1] * column)
     return products.as_strided((len(x), out, *size, *taps), steps, products.storage_offset()).sum((-2, -1))
