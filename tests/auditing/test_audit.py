@@ -32,6 +32,16 @@ def affine_flow(features=4):
     return Flow(bilip.models.real_nvp(features, blocks=3, hidden=(8,), scale="half_sigmoid"))
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 4, 4)], ids=["features", "images"])
+def test_model_and_data_may_be_on_any_device(shape, device):
+    flow = affine_flow() if len(shape) == 1 else Flow(bilip.models.glow(shape, levels=1, blocks=2, hidden=8))
+    x = torch.randn(64, *shape)
+    with torch.no_grad():
+        flow.bijection(x)  # starts ActNorm
+    record = bilip.audit(flow.to(device), {"test": x.to(device)}, ood=list(data.NOISE_NAMES), budget=TINY)
+    assert {m.source for m in record.find("reconstruction") if m.measured} >= {"test", *data.NOISE_NAMES}
+
+
 # ---- what an audit leaves alone
 
 
@@ -218,8 +228,10 @@ print(record.find("trust")[0]["count"], peak)
 @pytest.mark.slow
 @pytest.mark.soak
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
-    """12 times the samples: the file grows by 56 MB, and the process by less than a third of that."""
+    """12 times the samples: the file grows by 56 MB, and the process by less than 4 MB of what it holds."""
     peaks = []
+    # Blocks that are free go back at once: else what is counted is how the allocator happened to fill its arenas.
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for count in (5_000, 60_000):
         path = tmp_path / f"{count}.npy"
         rng = np.random.default_rng(0)
@@ -229,13 +241,14 @@ def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
         array.flush()
         del array
         code = [sys.executable, "-c", MEMORY, str(path)]
-        done = subprocess.run(code, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **malloc}
+        done = subprocess.run(code, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
         seen, peak = map(int, done.stdout.split())
         assert seen == count
         peaks.append(peak)
         path.unlink()
-    assert peaks[1] - peaks[0] < 20_000, peaks
+    assert peaks[1] - peaks[0] < 4_000, peaks
 
 
 # ---- sources

@@ -27,6 +27,14 @@ def test_samples_depend_on_the_seed_and_not_on_batches(spec, factor, seed, sizes
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("shape", [(2,), (3, 4, 4)], ids=["features", "images"])
+@pytest.mark.parametrize("spec", NOISE_NAMES)
+def test_data_may_be_on_any_device(spec, shape, device):
+    x = torch.randn(30, *shape, generator=torch.Generator().manual_seed(0))
+    here, there = (noise(spec, as_source("test", some), count=20).first(20).x for some in (x, x.to(device)))
+    assert torch.equal(here, there.cpu())
+
+
 def draws(spec, count=40_000, **options):
     return noise(spec, DATA, count=count, **options).first(count).x.double()
 
