@@ -12,7 +12,7 @@ from bilip.blocks import AffineCoupling, Chain, Checkerboard, DiagonalScaling, L
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.errors import CheckpointError, DataNotFound, InputError
 from bilip.recipes import configured, dequantization_attack, face_flows, reproduce
-from bilip.recipes.dequantization_attack import RECIPE, Attacked, Looks
+from bilip.recipes.dequantization_attack import RECIPE, Looks, attack_coupling
 from bilip.recipes.recipe import Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
@@ -170,14 +170,14 @@ def test_an_exploded_flow_is_broken_in_its_cells_and_its_samples(tiny, data, tmp
     faces, _ = face_flows.load(tiny, Work(tmp_path, data=data))
     tiny_scales = [DiagonalScaling(torch.full((3, 8, 8), 1e-30)) for _ in range(2)]
     flow = Flow(Chain(Logit(0.05), *tiny_scales, shape=(3, 8, 8))).eval()
-    looks = Looks(faces, tiny, Work(tmp_path, data=data))
-    found = looks.after(flow)
+    after = Looks(faces, tiny, Work(tmp_path, data=data)).after(flow)
+    found = after.numbers
     assert found["samples"]["share_lost"] == 1
     assert found["samples"]["share_pixels"] == 1
     assert found["samples"]["share_nan"] == 0  # the sigmoid of Inf is 1
-    assert bool(looks.pictures["lost_broken"].all())
+    assert bool(after.arrays["lost_broken"].all())
     assert found["plain"]["broken"] == 1
-    attack = Attacked(flow, faces, tiny, Work(tmp_path, data=data)).coupling()
+    attack = attack_coupling(flow, faces, tiny, Work(tmp_path, data=data)).numbers
     assert attack["broken"] == 1
     assert all(method["outside_cell"] == 0 for method in attack["methods"].values())
 
@@ -191,9 +191,10 @@ def test_the_samples_of_the_worst_look_are_kept(tiny, data, tmp_path):
 
     assert looks.during(flow(1e-30, 1e-30), 3)["samples_lost"] == 1
     assert looks.during(flow(1.0), 6)["samples_lost"] == 0
-    found = looks.after(flow(1.0))["samples"]
+    after = looks.after(flow(1.0))
+    found = after.numbers["samples"]
     assert (found["worst_share"], found["worst_step"], found["share_lost"]) == (1, 3, 0)
-    assert bool(looks.pictures["lost_broken"].all())
+    assert bool(after.arrays["lost_broken"].all())
 
 
 def test_batches_are_cells_of_five_bits(tiny, data, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from bilip.errors import BilipError, CheckpointError, InputError, Stopped
 from bilip.recipes import Measured, Recipe, configured, find, names, reproduce, runner
 from bilip.recipes.page import BEGIN, END, results_table, status, write_table
+from bilip.recipes.recipe import Work
 from bilip.record import read_json, write_json
 from bilip.training import read_state
 from in_process import command_line
@@ -172,6 +175,59 @@ def test_what_is_measured_is_not_measured_again(tmp_path, counting):
     seeds = read_json(tmp_path / "ours.json")["runs"]["quick"]["measured"]
     assert set(seeds) == {"3", "4"}
     assert seeds["3"]["a"] == {"value": float("inf"), "threads": 1}
+
+
+def test_what_follows_training_is_kept_stage_by_stage(tmp_path):
+    asked = []
+
+    def measure():
+        asked.append(1)
+        return Measured({"worst": math.inf, "count": 3}, {"picture": np.arange(6, dtype=np.uint8)})
+
+    first = Work(tmp_path).once("samples", measure)
+    again = Work(tmp_path, deadline=0.0).once("samples", measure)  # known: no time is needed
+    assert len(asked) == 1
+    assert dict(again.numbers) == dict(first.numbers)
+    assert np.array_equal(again.arrays["picture"], first.arrays["picture"])
+    with pytest.raises(Stopped, match="time is up"):
+        Work(tmp_path, deadline=0.0).once("attack", measure)
+    assert len(asked) == 1
+
+
+class Staged(Recipe):
+    """Two stages, of which the second fails once."""
+
+    name, claim, where, cost = "staged", "Nothing is lost.", "nowhere", dict.fromkeys(("quick", "gpu", "paper"), "")
+    sizes = dict.fromkeys(("quick", "gpu", "paper"), Config())
+
+    def parts(self, config):
+        return ("one",)
+
+    def run(self, part, config, work):
+        found = [work.once(name, lambda name=name: self.stage(name, work)).numbers for name in ("first", "second")]
+        return Measured({key: value for one in found for key, value in one.items()})
+
+    def stage(self, name, work):
+        path = work.folder.parent / f"asked-{name}"
+        path.write_text(f"{path.read_text() if path.exists() else ''}x")
+        if (name, path.read_text()) == ("second", "x"):
+            raise KeyboardInterrupt
+        return Measured({name: path.read_text()})
+
+    def lines(self, config, found):
+        return []
+
+    def figures(self, config, found):
+        return {}
+
+
+def test_an_interrupt_after_training_loses_the_stage_that_it_meets_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "find", lambda name: Staged())
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("staged", out=tmp_path)
+    found = read_json(reproduce("staged", out=tmp_path).folder / "ours.json")["runs"]["quick"]["measured"]["0"]["one"]
+    assert found == {"first": "x", "second": "xx"}
+    assert not list(tmp_path.rglob("found"))  # what was kept until the part was finished
 
 
 def test_some_parts_alone(tmp_path, counting):

@@ -48,6 +48,7 @@ from bilip.training import Task
 __all__ = ["RECIPE", "Config"]
 
 MAY_BE_ZERO = ("images", "test", "warmup", "weight_decay", "clip", "ema", "skip")  # settings that may be 0
+JUDGED = ("log_prob", "trusted")  # arrays of a set: likelihoods with a reference, and which of them hold
 MAY_BE_ZERO += ("residual_dense", "residual_warmup", "exact_terms")
 
 
@@ -199,7 +200,8 @@ class Cifar10Flow(Recipe):
         if config.ema:
             load_average(flow, work)
         with by_series(flow):
-            return Measured(numbers | looks.after(work), logs | looks.pictures)
+            found = looks.after(work)
+        return Measured({**numbers, **found.numbers}, {**logs, **found.arrays})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         return flow_lines(found, self.paper())
@@ -279,7 +281,6 @@ class Looks:
         last = len(self.steps) - 1
         at = {last} if is_residual(flow.bijection) else {0, 1, *(last >> k for k in range(8))}
         self.conditions_at = {self.steps[k] for k in at}
-        self.pictures: dict[str, np.ndarray] = {}
 
     def during(self, model: Any, done: int) -> dict[str, float]:
         """A row of the log; NaN for what is not measured at this step."""
@@ -316,56 +317,65 @@ class Looks:
                 found[f"{name}_condition"] = max(math.inf if math.isnan(value) else value for value in own)
         return found
 
-    def after(self, work: Work) -> dict[str, Any]:
-        """What is said of the trained flow."""
-        flow, config, inputs = self.flow.eval(), self.config, self.inputs
-        work.progress("likelihoods", 0.81)
-        found: dict[str, Any] = {
-            name: flow_probes.bits_per_dim(flow, inputs, which, config.likelihoods)
-            for name, which in (("train_bits", "train"), ("test_bits", "cifar10"))
-        }
-        work.progress("samples", 0.84)
-        several, kept = flow_probes.sampled(flow, config.samples, bits=config.bits, seed=self.seed)
-        found["samples"] = several.numbers()
-        self._keep("samples", kept)
-        found["sets"] = self._sets(work)
-        work.progress("the log-determinant against the Jacobian", 0.97)
-        points = inputs.first("cifar10", config.points)
-        if is_residual(flow.bijection):
-            found["log_det_spread"] = flow_probes.log_det_spread(flow, points, config.residual_repeats)
-        else:
-            found["log_det"] = flow_probes.log_det_errors(flow, points)
-        return found
-
-    def _sets(self, work: Work) -> dict[str, dict[str, float]]:
-        """Every set: how it comes back, which likelihoods hold, and how well they tell it from test images."""
-        found: dict[str, dict[str, float]] = {}
-        inside: tuple[Tensor, Tensor] | None = None
+    def after(self, work: Work) -> Measured:
+        """What is said of the trained flow, and pictures; what was measured before a stop is not measured again."""
+        self.flow.eval()
         names = [name for name in SETS if name in (*self.inputs.images, *NOISE)]
-        size = math.log(2) * math.prod(self.inputs.shape)
+        several = [
+            work.once("likelihoods", lambda: self._likelihoods(work)),
+            work.once("samples", lambda: self._samples(work)),
+        ]
+        sets: dict[str, Measured] = {}
         for k, name in enumerate(names):
             work.progress(f"reconstructing {SETS[name]}", 0.85 + 0.12 * k / len(names))
-            trip = Trip.cat([flow_probes.round_trip(self.flow, x) for x in self.inputs.chunks(name, self.config.ood)])
-            known = trip.first(self.config.referenced)
-            chunks = self.inputs.chunks(name, self.config.referenced)
-            held = flow_probes.trusted(self.flow, chunks, known.log_prob)
-            good = held & known.back
-            inside = inside or (known.log_prob, good)
-            bits = self.config.bits - known.log_prob / size
-            bits = bits[torch.isfinite(bits)]
-            found[name] = flow_probes.summary(trip) | {
-                "referenced": len(held),
-                "share_log_prob_wrong": float((~held).double().mean()),
-                "share_trusted": float(good.double().mean()),
-                "trusted": int(good.sum()),
-                "bits_median": float(bits.median()) if len(bits) else math.nan,
-                "auroc": flow_probes.auroc(inside[0], known.log_prob),
-                "auroc_trusted": flow_probes.auroc(inside[0][inside[1]], known.log_prob[good]),
-            }
-            if is_residual(self.flow.bijection):
-                found[name] |= self._inverses(self.inputs.first(name, self.config.residual_loose))
-            self._keep(name, self.inputs.first(name, flow_probes.CHUNK))
-        return found
+            sets[name] = work.once(f"set-{name}", lambda name=name: self._set(name))
+        several.append(work.once("log-determinant", lambda: self._log_det(work)))
+        numbers = {key: value for one in several for key, value in one.numbers.items()}
+        numbers["sets"] = {name: {**m.numbers, **_detected(sets[names[0]], m)} for name, m in sets.items()}
+        arrays = {key: value for one in (*several, *sets.values()) for key, value in one.arrays.items()}
+        return Measured(numbers, {key: value for key, value in arrays.items() if key not in JUDGED})
+
+    def _likelihoods(self, work: Work) -> Measured:
+        work.progress("likelihoods", 0.81)
+        pairs = (("train_bits", "train"), ("test_bits", "cifar10"))
+        most = self.config.likelihoods
+        return Measured({name: flow_probes.bits_per_dim(self.flow, self.inputs, which, most) for name, which in pairs})
+
+    def _samples(self, work: Work) -> Measured:
+        work.progress("samples", 0.84)
+        config = self.config
+        several, kept = flow_probes.sampled(self.flow, config.samples, bits=config.bits, seed=self.seed)
+        return Measured({"samples": several.numbers()}, self._pictures("samples", kept))
+
+    def _set(self, name: str) -> Measured:
+        """How a set comes back, and which of its likelihoods hold, with these for `_detected`."""
+        flow, config, inputs = self.flow, self.config, self.inputs
+        trip = Trip.cat([flow_probes.round_trip(flow, x) for x in inputs.chunks(name, config.ood)])
+        known = trip.first(config.referenced)
+        held = flow_probes.trusted(flow, inputs.chunks(name, config.referenced), known.log_prob)
+        good = held & known.back
+        bits = config.bits - known.log_prob / (math.log(2) * math.prod(inputs.shape))
+        bits = bits[torch.isfinite(bits)]
+        found = flow_probes.summary(trip) | {
+            "referenced": len(held),
+            "share_log_prob_wrong": float((~held).double().mean()),
+            "share_trusted": float(good.double().mean()),
+            "trusted": int(good.sum()),
+            "bits_median": float(bits.median()) if len(bits) else math.nan,
+        }
+        if is_residual(flow.bijection):
+            found |= self._inverses(inputs.first(name, config.residual_loose))
+        judged = dict(zip(JUDGED, (known.log_prob.numpy(), good.numpy()), strict=True))
+        return Measured(found, self._pictures(name, inputs.first(name, flow_probes.CHUNK)) | judged)
+
+    def _log_det(self, work: Work) -> Measured:
+        work.progress("the log-determinant against the Jacobian", 0.97)
+        points = self.inputs.first("cifar10", self.config.points)
+        if is_residual(self.flow.bijection):
+            return Measured(
+                {"log_det_spread": flow_probes.log_det_spread(self.flow, points, self.config.residual_repeats)}
+            )
+        return Measured({"log_det": flow_probes.log_det_errors(self.flow, points)})
 
     @torch.no_grad()
     def _inverses(self, x: Tensor) -> dict[str, float]:
@@ -390,9 +400,18 @@ class Looks:
             "evaluations": solved.evaluations,
         }
 
-    def _keep(self, name: str, x: Tensor) -> None:
+    def _pictures(self, name: str, x: Tensor) -> dict[str, np.ndarray]:
         kept = flow_probes.pictures(self.flow, x, self.config.pictures)
-        self.pictures |= {f"{what}_{name}": value for what, value in kept.items()}
+        return {f"{what}_{name}": value for what, value in kept.items()}
+
+
+def _detected(inside: Measured, outside: Measured) -> dict[str, float]:
+    """How well likelihoods tell a set from test images: all of them, and those that hold."""
+    (log_p, good), (log_q, fine) = ((torch.from_numpy(m.arrays[name]) for name in JUDGED) for m in (inside, outside))
+    return {
+        "auroc": flow_probes.auroc(log_p, log_q),
+        "auroc_trusted": flow_probes.auroc(log_p[good], log_q[fine]),
+    }
 
 
 RECIPE = Cifar10Flow()

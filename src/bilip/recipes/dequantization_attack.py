@@ -30,6 +30,7 @@ CHUNK = 64
 BROKEN = 1.0  # L2 error of an image in [0, 1] from which on it counts as broken
 CONVERGED = 1e-3  # largest L2 error of an image that comes back from the residual flow
 METHODS = {"roundtrip": "the paper's attack", "gain": "true-gradient attack", "random": "gradient-free attack"}
+POINTS = ("points", "back", "errors")  # what is kept of an attack until condition numbers are computed
 WITHIN = 100  # times eps * condition number * |x|: how far an error may be from what rounding can do
 
 
@@ -80,10 +81,11 @@ class DequantizationAttack(Recipe):
         if numbers["diverged"]:
             return Measured(numbers | facts, arrays)
         with by_series(flow):
-            found = looks.after(flow)
-            attack = Attacked(flow, faces, config, work)
-            found["attack"] = attack.residual() if part == "residual" else attack.coupling()
-        return Measured(numbers | facts | found, arrays | looks.pictures | attack.arrays)
+            after = work.once("looks", lambda: looks.after(flow))
+            attack = attack_residual if part == "residual" else attack_coupling
+            attacked = attack(flow, faces, config, work)
+        found = {**after.numbers, "attack": attacked.numbers}
+        return Measured(numbers | facts | found, arrays | {**after.arrays, **attacked.arrays})
 
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper(), []
@@ -179,7 +181,6 @@ class Looks:
 
     def __init__(self, faces: Faces, config: Config, work: Work) -> None:
         self.faces, self.config, self.work = faces, config, work
-        self.pictures: dict[str, np.ndarray] = {}
         self.path = work.folder / "worst_samples.npz"
 
     @torch.no_grad()
@@ -199,8 +200,8 @@ class Looks:
             }
 
     @torch.no_grad()
-    def after(self, flow: Flow) -> dict[str, Any]:
-        """What is said of the trained flow."""
+    def after(self, flow: Flow) -> Measured:
+        """What is said of the trained flow, and pictures."""
         self.work.progress("samples and reconstructions", 0.71)
         samples = self._samples(flow)
         worst: dict[str, Any] = {"share": samples["share_lost"], "step": self.config.steps, **samples["pictures"]}
@@ -208,11 +209,11 @@ class Looks:
             with np.load(self.path) as stored:
                 if float(stored["share"]) > samples["share_lost"]:
                     worst = dict(stored)
-        self.pictures = {name: worst[name] for name in samples["pictures"]}
+        pictures = {name: worst[name] for name in samples["pictures"]}
         count = self.config.shown
         for name, value in zip(("data", "data_broken"), shown(self.faces.first("train", count)), strict=True):
-            self.pictures[name] = value
-        return {
+            pictures[name] = value
+        numbers = {
             "test_bits": self._bits(flow, len(self.faces.test)),
             "samples": {
                 "count": self.config.samples,
@@ -224,6 +225,7 @@ class Looks:
             },
             "plain": self._plain(flow, self.config.plain),
         }
+        return Measured(numbers, pictures)
 
     def _is_worst(self, share: float) -> bool:
         if not self.path.exists():
@@ -271,6 +273,74 @@ class Looks:
         }
 
 
+def attack_coupling(flow: Flow, faces: Faces, config: Config, work: Work) -> Measured:
+    """All three attacks on a flow whose inverse is a formula."""
+
+    def measure() -> Measured:
+        attack, count = Attacked(flow, faces, config, work), config.attacked
+        result = attack.search(flow, tuple(METHODS), count, 0.75, 0.95)
+        attack.keep("point", result.points, "back", result.back, result.errors)
+        found = attack.found(result, count) | attack.conditions(result.points, result.errors, result.back)
+        return Measured(found, attack.arrays)
+
+    return work.once("attack", measure)
+
+
+def attack_residual(flow: Flow, faces: Faces, config: Config, work: Work) -> Measured:
+    """The paper's attack through a cut inverse, then the others through the converged one."""
+    count, chain = config.residual_attacked, flow.bijection
+
+    def through_cut() -> Measured:
+        attack = Attacked(flow, faces, config, work)
+        cut = cut_after(chain, config.iterations).eval()  # type: ignore[arg-type]
+        result = attack.search(cut, ("roundtrip",), count, 0.72, 0.78)
+        run = result.runs["roundtrip"]
+        with torch.no_grad():
+            solved = solved_inverse(chain, chain(run.points))
+        converged = _l2(solved.x, run.points)
+        attack.keep("point", run.points, "cut", run.back, run.errors)
+        attack.keep("point", run.points, "converged", solved.x, run.errors)
+        found = attack.found(result, count) | {
+            "iterations": config.iterations,
+            "cut": {"median": float(run.l2.median()), "worst": float(run.l2.max())},
+            "cut_converged": {
+                "median": float(converged.median()),
+                "worst": float(converged.nan_to_num(math.inf).max()),
+                "not_converged": int((~solved.converged).sum()),
+            },
+        }
+        return Measured(found, attack.arrays)
+
+    def through_converged(method: str, start: float, end: float) -> Measured:
+        attack = Attacked(flow, faces, config, work)
+        result = attack.search(flow, (method,), count, start, end, steps=config.converged_steps)
+        points = {name: getattr(result, name).double().cpu().numpy() for name in POINTS}
+        return Measured(attack.found(result, count), attack.arrays | points)
+
+    cut = work.once("cut", through_cut)
+    gain = work.once("gain", lambda: through_converged("gain", 0.78, 0.88))
+    random = work.once("random", lambda: through_converged("random", 0.88, 0.96))
+
+    def at_the_worst() -> Measured:
+        """Of the points that both attacks found."""
+        points, back, errors = (
+            torch.from_numpy(np.concatenate([m.arrays[name] for m in (gain, random)])) for name in POINTS
+        )
+        points, back = (some.to(faces.device, torch.get_default_dtype()) for some in (points, back))
+        return Measured(Attacked(flow, faces, config, work).conditions(points, errors, back))
+
+    several = [cut.numbers, gain.numbers, random.numbers]
+    found = {
+        **cut.numbers,
+        **{name: max(one[name] for one in several[1:]) for name in ("broken", "worst")},
+        "methods": {name: value for one in several for name, value in one["methods"].items()},
+        "notes": [note for one in several for note in one["notes"]],
+        **work.once("conditions", at_the_worst).numbers,
+    }
+    arrays = {**cut.arrays, **gain.arrays, **random.arrays}
+    return Measured(found, {name: value for name, value in arrays.items() if name not in POINTS})
+
+
 class Attacked:
     """Attacks on the dequantization cells of the first training images."""
 
@@ -279,39 +349,7 @@ class Attacked:
         self.arrays: dict[str, np.ndarray] = {}
         self.methods: dict[str, dict[str, float]] = {}
 
-    def coupling(self) -> dict[str, Any]:
-        """All three attacks on a flow whose inverse is a formula."""
-        count = self.config.attacked
-        result = self._search(self.flow, tuple(METHODS), count, 0.75, 0.95)
-        self._keep("point", result.points, "back", result.back, result.errors)
-        return self._found(result, count) | self._conditions(result.points, result.errors, result.back)
-
-    def residual(self) -> dict[str, Any]:
-        """The paper's attack through a cut inverse, then the others through the converged one."""
-        count, chain = self.config.residual_attacked, self.flow.bijection
-        cut = cut_after(chain, self.config.iterations).eval()  # type: ignore[arg-type]
-        first = self._search(cut, ("roundtrip",), count, 0.72, 0.78)
-        run = first.runs["roundtrip"]
-        found = self._found(first, count)
-        with torch.no_grad():
-            solved = solved_inverse(chain, chain(run.points))
-        converged = _l2(solved.x, run.points)
-        self._keep("point", run.points, "cut", run.back, run.errors)
-        self._keep("point", run.points, "converged", solved.x, run.errors)
-        second = self._search(self.flow, ("gain", "random"), count, 0.78, 0.95, steps=self.config.converged_steps)
-        found |= self._found(second, count)
-        return found | {
-            "iterations": self.config.iterations,
-            "cut": {"median": float(run.l2.median()), "worst": float(run.l2.max())},
-            "cut_converged": {
-                "median": float(converged.median()),
-                "worst": float(converged.nan_to_num(math.inf).max()),
-                "not_converged": int((~solved.converged).sum()),
-            },
-            **self._conditions(second.points, second.errors, second.back),
-        }
-
-    def _search(
+    def search(
         self, model: Any, methods: tuple[str, ...], count: int, start: float, end: float, *, steps: int | None = None
     ) -> AttackResult:
         names = ", ".join(METHODS[method] for method in methods)
@@ -342,7 +380,7 @@ class Attacked:
             "random_steps": run.random_steps,
         }
 
-    def _found(self, result: AttackResult, count: int) -> dict[str, Any]:
+    def found(self, result: AttackResult, count: int) -> dict[str, Any]:
         l2 = torch.stack([run.l2.double().cpu() for run in result.runs.values()]).nan_to_num(math.inf, math.inf)
         return {
             "count": count,
@@ -352,7 +390,7 @@ class Attacked:
             "notes": list(result.notes),
         }
 
-    def _conditions(self, points: Tensor, errors: Tensor, back: Tensor) -> dict[str, Any]:
+    def conditions(self, points: Tensor, errors: Tensor, back: Tensor) -> dict[str, Any]:
         """Condition numbers at the worst points found, and the errors there over what rounding can do: eps * condition number * |x|."""
         self.work.progress("condition numbers", 0.96)
         worst = errors.nan_to_num(math.inf).argsort(descending=True)[: self.config.conditions]
@@ -366,7 +404,7 @@ class Attacked:
         )
         return {"conditions": values, "over_prediction": (_l2(back[worst], x) / limit).tolist()}
 
-    def _keep(self, point: str, points: Tensor, back: str, images: Tensor, errors: Tensor) -> None:
+    def keep(self, point: str, points: Tensor, back: str, images: Tensor, errors: Tensor) -> None:
         """Pictures of the worst found."""
         worst = errors.nan_to_num(math.inf).argsort(descending=True)[: self.config.shown]
         centre = (self.faces.levels("train", len(points)).to(points) + 0.5) / 2**self.faces.bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +20,6 @@ import numpy as np
 from bilip.errors import BilipError, CheckpointError, InputError, RecordError
 from bilip.recipes.recipe import Measured, Recipe, Work
 from bilip.record import environment, read_json, to_plain, write_json
-from bilip.record.files import open_regular
 
 __all__ = [
     "SCHEMA",
@@ -30,7 +30,6 @@ __all__ = [
     "is_measured",
     "keep",
     "kept",
-    "load",
     "loaded",
     "taken",
     "today",
@@ -77,15 +76,10 @@ def do(piece: Piece, progress: Callable[[str, float], None], fabric: Any = None)
         ) from error
     if fabric is not None and not fabric.is_global_zero:
         return
-    if m.arrays:
-        aside = piece.folder / f".arrays.{os.getpid()}.npz"
-        np.savez_compressed(aside, **m.arrays)  # type: ignore[arg-type]
-        os.replace(aside, piece.folder / "arrays.npz")
-    stamp = {"recipe": recipe.name, "schema": SCHEMA, "config": recipe.defining(piece.config)}
-    stamp |= {"device": device_name(piece.device), "environment": environment(), "date": today()}
-    stamp |= {"seconds": time.perf_counter() - began, "arrays": list(m.arrays), "numbers": dict(m.numbers)}
-    stamp |= m.origin
-    write_json(piece.folder / "measured.json", stamp)
+    facts = {"recipe": recipe.name, "schema": SCHEMA, "config": recipe.defining(piece.config)}
+    facts |= {"device": device_name(piece.device), "environment": environment(), "date": today()}
+    m.save(piece.folder, **facts, seconds=time.perf_counter() - began)
+    shutil.rmtree(piece.folder / "found", ignore_errors=True)  # what `Work.once` kept until here
 
 
 def is_measured(folder: Path, recipe: Recipe, config: Any) -> bool:
@@ -117,21 +111,6 @@ def is_measured(folder: Path, recipe: Recipe, config: Any) -> bool:
     return finished.exists()
 
 
-def load(folder: Path) -> Measured:
-    """What a finished folder holds."""
-    try:
-        found = read_json(folder / "measured.json")
-        arrays: dict[str, np.ndarray] = {}
-        if found["arrays"]:
-            with open_regular(folder / "arrays.npz", most=2**34) as file, np.load(file, allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in found["arrays"]}
-        return Measured(found["numbers"], arrays)
-    except Exception as error:  # a broken archive can raise almost anything
-        raise CheckpointError(
-            f"{folder} cannot be read ({type(error).__name__}: {error}). Delete its measured.json to measure again."
-        ) from error
-
-
 About = dict[int, dict[str, dict[str, Any]]]  # by seed, then by part: what is known of its measurement
 
 
@@ -140,7 +119,7 @@ def loaded(folders: Mapping[tuple[str, int], Path]) -> tuple[dict[int, dict[str,
     found: dict[int, dict[str, Measured]] = {}
     about: About = {}
     for part, seed in sorted(folders, key=lambda key: key[1]):
-        found.setdefault(seed, {})[part] = load(folders[part, seed])
+        found.setdefault(seed, {})[part] = Measured.load(folders[part, seed])
         about.setdefault(seed, {})[part] = read_json(folders[part, seed] / "measured.json")
     return found, about
 
@@ -149,7 +128,7 @@ def keep(folder: Path, path: Path) -> None:
     """Write what a finished folder holds as one small file, which can be collected without the folder; nothing if it is not finished."""
     if not (folder / "measured.json").exists():
         return
-    facts, arrays = read_json(folder / "measured.json"), load(folder).arrays
+    facts, arrays = read_json(folder / "measured.json"), Measured.load(folder).arrays
     path.parent.mkdir(parents=True, exist_ok=True)
     part = {"part": folder.name, "seed": int(folder.parent.name.removeprefix("seed"))}
     write_json(path, facts | part | {"arrays": {name: _written(value) for name, value in arrays.items()}})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from bilip.errors import CheckpointError, InputError, TrainingDiverged, nearest
+from bilip.errors import CheckpointError, InputError, Stopped, TrainingDiverged, nearest
 from bilip.record import read_json, to_plain, write_json
+from bilip.record.files import open_regular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,6 +99,34 @@ class Measured:
         """Steps and values of what was logged under a name at the evaluations."""
         return self.arrays["log_step"].tolist(), self.arrays[f"log_{name}"].tolist()
 
+    def save(self, folder: Path, **facts: Any) -> None:
+        """Write `arrays.npz` and, last, `measured.json`, with these facts beside the numbers: a folder that has one is finished."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.arrays:
+            aside = folder / f".arrays.{os.getpid()}.npz"
+            np.savez_compressed(aside, **self.arrays)  # type: ignore[arg-type]
+            os.replace(aside, folder / "arrays.npz")
+        stamp = {**facts, "arrays": list(self.arrays), "numbers": dict(self.numbers), **self.origin}
+        write_json(folder / "measured.json", stamp)
+
+    @classmethod
+    def load(cls, folder: Path) -> Measured:
+        """What a finished folder holds."""
+        try:
+            found = read_json(folder / "measured.json")
+            arrays: dict[str, np.ndarray] = {}
+            if found["arrays"]:
+                with (
+                    open_regular(folder / "arrays.npz", most=2**34) as file,
+                    np.load(file, allow_pickle=False) as stored,
+                ):
+                    arrays = {name: stored[name] for name in found["arrays"]}
+            return cls(found["numbers"], arrays)
+        except Exception as error:  # a broken archive can raise almost anything
+            raise CheckpointError(
+                f"{folder} cannot be read ({type(error).__name__}: {error}). Delete its measured.json to measure again."
+            ) from error
+
 
 Found = Mapping[int, Mapping[str, Measured]]  # by seed, then by part
 Figures: TypeAlias = "Mapping[str, Figure]"  # by name
@@ -160,6 +191,21 @@ class Work:
         from bilip.training import read_log
 
         return {f"{prefix}_{name}": np.array(values) for name, values in read_log(self.folder, kind).items()}
+
+    def once(self, name: str, measure: Callable[[], Measured]) -> Measured:
+        """What `measure` finds, kept in this folder: a part that is stopped later does not measure it again.
+
+        Raises:
+            Stopped: It is not measured yet, and the time is up.
+        """
+        folder = self.folder / "found" / name
+        if (folder / "measured.json").exists():
+            return Measured.load(folder)
+        if self.deadline is not None and time.time() >= self.deadline:
+            raise Stopped("the time is up.")
+        found = measure()
+        found.save(folder)
+        return found
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Remember what a part was begun with, and refuse to go on with something else.

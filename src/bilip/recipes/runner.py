@@ -119,7 +119,8 @@ def reproduce(
         changes: Changes of the configuration, as in `("steps=100",)`.
         jobs: Parts that run side by side, each in a process of its own.
         parts: Some parts of the recipe alone; by default all. Of a recipe that is not `partial`, the others must have been measured.
-        minutes: After so many minutes training saves and stops; the same call goes on. What follows training is not cut short.
+        minutes: After so many minutes training saves and stops, and so do measurements that are kept stage by stage (`Work.once`); the
+            same call goes on. Other measurements are not cut short.
         data: The folder with prepared data, by default `BILIP_DATA` or `.data`.
         collect: Measure nothing; make table and figures of the parts that there are. For recipes that are `partial`.
         progress: Called with the name of a part, what it does, and the share of it that is done.
