@@ -100,6 +100,9 @@ def test_bytes_are_pixels():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (torch.empty(5, 2, device="meta"), "on the device meta"),
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]), "nested"),
         (torch.zeros(7), r"each sample is a single number.*reshape to \(count, 1\)"),
         (torch.zeros(0, 2), "nothing in them"),
         (torch.zeros(3, 0), "nothing in them"),

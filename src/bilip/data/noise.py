@@ -115,7 +115,7 @@ def noise(spec: str, like: Source, *, count: int = 1024, seed: int = 0, clip: bo
 def _range(like: Source) -> tuple[np.ndarray, np.ndarray]:
     """Both ends of the range: of each feature where a sample is a list of them, else of all entries."""
     if len(like.shape) == 1:
-        x = like.spread(4096).x.double().cpu()
+        x = like.spread(4096).x.double()
         return x.amin(0).numpy(), x.amax(0).numpy()
     seen = like.statistics()
     return np.array(seen.low), np.array(seen.high)
@@ -135,7 +135,7 @@ def _span(low: np.ndarray, high: np.ndarray) -> str:
 
 def _shuffled(like: Source, count: int, seed: int) -> Rows:
     """Rows each of whose entries comes from another sample of the data."""
-    pool = like.spread(4096).x.flatten(1).cpu()  # where its entries are drawn
+    pool = like.spread(4096).x.flatten(1)
 
     def make(index: int) -> Tensor:
         rng = np.random.default_rng((seed, index, zlib.crc32(b"shuffled")))

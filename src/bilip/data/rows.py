@@ -47,19 +47,29 @@ class Rows(ABC):
 
 
 class TensorRows(Rows):
-    """Rows of a tensor, on its own device."""
+    """Rows of a tensor on any device; what is read is on the CPU, as of every other kind of rows."""
 
     def __init__(self, tensor: Tensor) -> None:
+        odd = {
+            "sparse": tensor.layout != torch.strided,
+            "nested": tensor.is_nested,
+            "on the device meta": tensor.is_meta,
+        }
+        if any(odd.values()):
+            what = next(name for name, found in odd.items() if found)
+            raise InputError(
+                f"the data are a tensor that is {what}: expected a dense one with numbers, of shape (count, ...)."
+            )
         if tensor.ndim == 0:
             raise InputError("a tensor without dimensions holds no samples: expected shape (count, ...).")
         self.tensor = tensor.detach()
         super().__init__(len(tensor), tensor.shape[1:], tensor.dtype)
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop]
+        return self.tensor[start:stop].cpu()
 
     def take(self, places: Tensor) -> Tensor:
-        return self.tensor[places.to(self.tensor.device)]
+        return self.tensor[places.to(self.tensor.device)].cpu()
 
 
 class ArrayRows(Rows):
