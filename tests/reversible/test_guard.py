@@ -1,5 +1,6 @@
 """The guard: no wrong gradient without a word, within its memory, with a report that names the blocks."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -19,6 +20,8 @@ from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.function import hold
 from bilip.reversible.guard import APART, REST, Drift, anchors_for
+from bilip.reversible.reversible import make_units
+from bilip.reversible.units import Kept
 from catalogue import overflowing, squash
 
 pytestmark = pytest.mark.numeric
@@ -525,6 +528,155 @@ def test_parameters_changed_before_backward_are_noticed():
         next(model.parameters()).add_(0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# ---- blocks that have changed, where their input was kept and no drift shows it
+
+
+def anchored(model, places, guard=Guard(), *, inverse=False):  # noqa: B008 - frozen
+    """A `Reversible` that stores what enters these blocks, as after repairs."""
+    saving = Reversible(model, guard)
+    for k in places:
+        saving._watch.anchors[inverse, k], saving._watch.names[inverse, k] = 0, str(k)
+    return saving
+
+
+@pytest.mark.parametrize("places", [(1,), (2,), (1, 2)])
+def test_a_generator_of_its_own_behind_an_anchor_is_noticed(places):
+    model, x = noisy_chain(Hidden), torch.randn(8, 4, dtype=torch.float64)
+    saving = anchored(model, places)
+    with warnings.catch_warnings(), pytest.raises(DriftError, match="stochastic"):
+        warnings.simplefilter("ignore", DriftWarning)
+        gradient(saving, model, x)
+
+
+class Iterative(Hidden):
+    closed_form = False
+
+
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+@pytest.mark.parametrize("kinds", [(Hidden, None), (None, Iterative, None), (Iterative, Iterative)])
+def test_a_generator_of_its_own_where_the_input_is_always_kept_is_noticed_at_once(kinds, memory):
+    """In the first block, whose input is that of the network, and in blocks that store theirs."""
+    torch.manual_seed(0)
+    parts = [blocks.AdditiveCoupling(nets.MLP(2, 2)) if kind is None else kind() for kind in kinds]
+    model, x = Chain(*parts, shape=(4,)), torch.randn(8, 4, requires_grad=True)
+    with warnings.catch_warnings(), pytest.raises(DriftError, match="stochastic"):
+        warnings.simplefilter("ignore", DriftWarning)
+        loss_of(Reversible(model, memory=memory), x).backward()
+
+
+FLAT = {
+    "additive": lambda: blocks.AdditiveCoupling(nets.MLP(2, 2), blocks.Split(swap=True)),
+    "affine": lambda: blocks.AffineCoupling(nets.MLP(2, 4), partition=blocks.Split(swap=True)),
+    "generic": lambda: blocks.ActNorm(4),
+}
+
+
+def changing(kind):
+    """A model, the number of one of its units, and points; every block does something."""
+    torch.manual_seed(0)
+    if kind in FLAT:
+        ends = [blocks.AffineCoupling(nets.MLP(2, 4)) for _ in range(2)]
+        model, x = Chain(ends[0], FLAT[kind](), ends[1], shape=(4,)), torch.randn(16, 4)
+    else:
+        model = models.glow((2, 4, 4), levels=2, blocks=1, hidden=4, factor_out=True)
+        x = torch.randn(16, 2, 4, 4)
+    model(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    units = make_units(model.parts(), inverse=False)
+    of = [k for k, unit in enumerate(units) if type(unit) is Kept and type(unit.inner).__name__ == kind]
+    return model, 1 if kind in FLAT else of[-1], x
+
+
+@pytest.mark.parametrize("kind", [*FLAT, "Mixing", "Coupling"])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("next_too", [False, True])
+def test_a_block_that_has_changed_behind_an_anchor_is_noticed(kind, inverse, next_too):
+    model, k, x = changing(kind)
+    units = make_units(model.parts(), inverse=inverse)
+    k, x = (len(units) - 1 - k, model(x).detach()) if inverse else (k, x)
+    name, parameter = units[k].name, list(units[k].block.parameters())[-1]
+    places = (k, k + 1) if next_too else (k,)
+
+    def step(saving, change):
+        z, log_det = saving.inverse_and_log_det(x) if inverse else saving.forward_and_log_det(x)
+        loss = (z.flatten(1).square().sum(1) / 2 - log_det).mean()
+        parameter.data += change  # which moves no counter
+        loss.backward()
+
+    for action in ("repair", "warn", "raise"):
+        saving = anchored(model, places, Guard(action=action), inverse=inverse)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                step(saving, 0.0)
+        assert saving.report().repaired == 0
+        said = f"block {name}, evaluated again from its stored input"
+        warns, raises = contextlib.nullcontext(), contextlib.nullcontext()
+        if action != "raise":
+            warns = pytest.warns(DriftWarning, match=said)
+        if action != "warn":
+            raises = pytest.raises(DriftError, match=said if action == "raise" else "have changed since")
+        with warns, raises:
+            step(saving, 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_anchors_everywhere_accuse_no_healthy_block(rows, dtype):
+    """Features that are constant, zero, huge and tiny."""
+    torch.manual_seed(0)
+    model, x = models.real_nvp(8, blocks=6, hidden=(16,)).to(dtype), torch.randn(rows, 8)
+    x[:, 0], x[:, 1] = 3.0, 0.0
+    x[:, 2:4] *= 1e7
+    x[:, 4:6] *= 1e-30
+    x = x.to(dtype)
+    saving, stored = anchored(model, range(6)), gradient(model, model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            assert off(gradient(saving, model, x), stored) < 10 * torch.finfo(dtype).eps
+    assert (saving.report().steps, saving.report().repaired) == (5, 0)
+
+
+def test_a_walk_that_drifts_between_anchors_accuses_no_block():
+    """What the walk has behind an anchor is further off than a block that has changed would make it, and the block is the same."""
+    model, x = planted(1e-5, (2, 4, 6))
+    saving = anchored(model, (0, 2, 4), Guard(tolerance=0.9, action="raise"))
+    for _ in range(5):
+        gradient(saving, model, x)
+    assert max(saving.report().worst.values()) > 10 * TOLERANCE
+
+
+def test_outputs_are_compared_where_there_are_anchors_and_in_first_calls_alone(monkeypatch):
+    compared = []
+    apart = Print.apart
+    monkeypatch.setattr(Print, "apart", lambda self, x: compared.append(1) or apart(self, x))
+    model, x = planted(0.5)
+    saving = Reversible(model)
+    taken = []
+    of = Fingerprint.of
+    monkeypatch.setattr(Fingerprint, "of", lambda self, x: taken.append(1) or of(self, x))
+    for _ in range(3):
+        gradient(saving, model, x)
+    assert len(compared) == 1
+    assert len(taken) == 3 * 7  # of what enters all blocks but the first
+    saving._watch.anchors[False, 3] = 0
+    gradient(saving, model, x)
+    assert len(compared) == 2
+    assert len(taken) == 3 * 7 + 6  # and what the anchored block gives, which enters the next
+
+
+def test_what_was_not_finite_has_not_changed():
+    state = torch.tensor([[1.0, 2.0], [math.inf, 1.0]])
+    taken = Fingerprint(torch.tensor(1)).of(state)
+    assert taken.apart(state) == 0
+    assert taken.apart(state + torch.tensor([[0.0], [1.0]])) == 0
+    assert taken.apart(state + torch.tensor([[1.0], [0.0]])) > 0.1
+    assert taken.apart(state * math.nan) == math.inf
 
 
 def test_a_repair_of_a_step_whose_output_overflows_is_the_stored_gradient():

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ class Call:
     share: float | Tensor = 1.0
     subtracts: bool = False  # the loss behind it has said so, see `hold`
     prints: dict[int, Print] = field(default_factory=dict)
+    outputs: dict[int, Print] = field(default_factory=dict)  # of what units made of inputs that are known in the walk
     watched: bool = False
     kept: list[int] = field(default_factory=list)  # states that are stored: anchors, and inputs of units that store
     unknown: list[Tensor] = field(default_factory=list)  # found by tracing
@@ -117,6 +118,8 @@ class Call:
                     stored.append(x)
                 own = own and not keeps and k < len(self.units) - 1  # the output is to be a tensor of its own, no view
                 mark = None if counter is None or keeps or not self._is_told(k) else Fingerprint(counter, k)
+                if mark is not None and k - 1 in self.outputs:  # of this very state
+                    mark, self.prints[k] = None, self.outputs[k - 1]
                 before = Snapshot(unit.modules, statistics=self.traces)
                 with contextlib.nullcontext() if self.signs is None else self.signs.record(k):
                     if self.traces:
@@ -129,6 +132,11 @@ class Call:
                 x, own = y, unit.fresh and not self.traces
                 if seen is not None:
                     self.prints[k] = seen
+                # No drift tells of a change in a block whose input is known. At anchors its output is compared in every step; at the
+                # first block and at those that always store, which healthy models have too, in the first call of a kind alone.
+                known = k in anchors or (self.traces and (keeps or not k))
+                if counter is not None and known and not unit.rearranges:
+                    self.outputs[k] = Fingerprint(counter, k + 1).of(x)
                 self.draws[k] = self.seeds.moved(k) or self.draws[k]
                 if log is not None:
                     logs.append(log)
@@ -240,11 +248,16 @@ class Call:
         seen: dict[int, Tensor] = {}
         sensitivities: list[Tensor] = []
         grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
+        changed: dict[int, Tensor] = {}
         result, y, grad, own = Sum(), back.z, back.grad, False
         for k in reversed(range(len(self.units))):
             self.matrices.on_the_walk(k, y)
-            mark = self.prints.get(k) if watched else None
-            recovered = self._back(k, y, back, grad, given.get(k), own=own, mark=mark, replay=signs)
+            mark, output = (self.prints.get(k), self.outputs.get(k)) if watched else (None, None)
+            recovered = self._back(
+                k, y, back, grad, given.get(k), own=own, mark=mark, replay=signs, output=output is not None
+            )
+            if output is not None and recovered.output is not None:
+                changed[k], recovered.output = output.apart(recovered.output), None
             own = self.units[k].fresh and k not in given
             result.add(recovered)
             y, grad = recovered.x, recovered.grad
@@ -253,9 +266,10 @@ class Call:
                 sensitivities.append(mark.sensitivity(y, grad))
             grads += ((len(seen), g) for g in recovered.parameters.values())
         if not seen:
-            return grad, result, Drift.none(grad)
+            return grad, result, replace(Drift.none(grad), changed=changed)
         found = drifts_of([self.prints[k] for k in seen], list(seen.values()), sensitivities)
-        return grad, result, Drift.of(list(seen), found, grads, everywhere=back.outward)
+        drift = Drift.of(list(seen), found, grads, everywhere=back.outward)
+        return grad, result, replace(drift, changed=changed)
 
     def _back(
         self,
@@ -270,6 +284,7 @@ class Call:
         inverses: bool = True,
         record: Signs | None = None,
         replay: Signs | None = None,
+        output: bool = False,
     ) -> Recovered:
         unit, matrices = self.units[k], self.matrices.of(k, inverses=inverses)
         signs = contextlib.nullcontext() if replay is None else replay.replay(k)
@@ -279,7 +294,16 @@ class Call:
                 known = unit.undo(y, back.context, matrices)
         with self._as_then(k), signs:
             return unit.back(
-                y, back.context, grad, back.grad_log, known, own=own, mark=mark, matrices=matrices, outside=self.outside
+                y,
+                back.context,
+                grad,
+                back.grad_log,
+                known,
+                own=own,
+                mark=mark,
+                matrices=matrices,
+                outside=self.outside,
+                output=output,
             )
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
@@ -312,15 +336,21 @@ class Call:
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
         watch.flag.raise_to(torch.maximum(total, lost) / (asked if isinstance(asked, Tensor) else max(asked, least)))
+        if drift.changed:
+            watch.flag.raise_to(torch.stack(list(drift.changed.values())).amax() / watch.guard.same(x.dtype))
         if capturing(x):
             watch.steps += 1
             return False
         limit = max(float(asked), least)
-        *added, total, lost = torch.cat((drift.added, total[None], lost[None])).tolist()
+        numbers = torch.cat((drift.added, torch.stack([total, lost, *drift.changed.values()]))).tolist()
+        added, (total, lost, *changed) = numbers[: len(drift.places)], numbers[len(drift.places) :]
         names = [self.units[k].name for k in drift.places]
         first = watch.settle(names, added, total, limit)
         if lost and first is None:
             return watch.lost()
+        if first is None and max(changed, default=0.0) > watch.guard.same(x.dtype):
+            worst = max(zip(changed, drift.changed, strict=True))
+            return watch.changed(self.units[worst[1]].name, worst[0])
         if first is None or not watch.react(names[first], total):
             return False
         chosen = anchors_for(added, limit, 8 * torch.finfo(x.dtype).eps) or [first]
@@ -362,13 +392,17 @@ class Call:
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = x = back.x
         length = max(1, math.isqrt(count))
+        differences: list[Tensor] = []
         with torch.no_grad():
             for k in range(count):
+                if k and k in given and not capturing(x):  # what changed before it is not seen behind it
+                    differences.append(_difference(x, given[k]))
                 x = given.get(k, x)
                 if k % length == 0:
                     given[k] = x
                 x = self._again(k, x, back.context)
-        self._require_same(x, back.z)
+            if not capturing(x):
+                self._require_same([*differences, _difference(x, back.z)], x.dtype)
         result, y, grad, stop = Sum(), back.z, back.grad, count
         for begin in sorted(given, reverse=True):
             states = [given[begin]]
@@ -403,13 +437,10 @@ class Call:
                     "recovered. Change it after the backward pass."
                 )
 
-    def _require_same(self, z: Tensor, before: Tensor) -> None:
-        if capturing(z):
-            return
-        apart, size = (torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in (z - before, before))
-        difference = float((apart / (size + 1e-30)).amax())
-        limit = 10 * half_digits(z.dtype)
-        if not difference <= limit and bool(torch.isfinite(before).all()):
+    def _require_same(self, differences: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Of states that were stored and their like, evaluated again."""
+        difference = float(torch.stack(list(differences)).amax())
+        if not difference <= 10 * half_digits(dtype):
             raise DriftError(
                 f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
                 "with a generator of its own, or its parameters or buffers have changed since. Draw from torch's global generators."
@@ -455,6 +486,12 @@ class Sum:
             self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
         if recovered.context is not None:
             self.context = recovered.context if self.context is None else self.context + recovered.context
+
+
+def _difference(now: Tensor, before: Tensor) -> Tensor:
+    """The largest of a sample, relative to its norm; 0 where a state was not finite."""
+    apart, size = (torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in (now - before, before))
+    return torch.where(torch.isfinite(before).all(), (apart / (size + 1e-30)).amax(), 0.0)
 
 
 def _total(logs: list[Tensor], x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Coupling(Unit):
     def _log(self, x: Tensor, log: Tensor | None) -> Tensor:
         return x.new_zeros(len(x)) if log is None else log
 
-    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=(), output=False):
         block, fused = self.block, self._kernels(y) if known is None else None
         y = y if own or fused is None else y.clone(memory_format=torch.contiguous_format)
         (y1, y2), (g1, g2) = block.partition.split(y), block.partition.split(grad)
@@ -89,7 +89,8 @@ class Coupling(Unit):
         x = y if in_place else block.partition.merge(y1, x2) if known is None else known
         with torch.no_grad():
             g_x = self._merged(grad, g1, recovered.grad, g2, gain, own=own)
-        return Recovered(x, g_x, recovered.parameters, recovered.context)
+            again = block.partition.merge(y1, self._moved(x2, shift, fixed)) if output else None
+        return Recovered(x, g_x, recovered.parameters, recovered.context, output=again)
 
     @property
     def _views(self) -> bool:
@@ -130,6 +131,12 @@ class Coupling(Unit):
         if raw is None or isinstance(self.block, AdditiveCoupling):
             return None, None
         return self.block.scale.with_log(raw) if log_det else (self.block.scale(raw), None)
+
+    def _moved(self, x2: Tensor, shift: Tensor, gain: Tensor | None) -> Tensor:
+        """y2 from x2, as the block does it."""
+        if self.inverse:
+            return x2 - shift if gain is None else (x2 - shift) / gain
+        return x2 + shift if gain is None else torch.addcmul(shift, x2, gain)
 
     def _solve(
         self, y2: Tensor, g2: Tensor, shift: Tensor, gain: Tensor | None, kept: Tensor | None, into: Tensor | None

@@ -94,6 +94,11 @@ class Print:
         """The same sums of the state that was recovered."""
         return self.fingerprint.sums(x, self.scale)
 
+    def apart(self, x: Tensor) -> Tensor:
+        """How far a state is from the one that this was taken of: the largest of a sample. What was not finite does not count."""
+        most = _worst_part(torch.where(torch.isfinite(self.sums), self.again(x) - self.sums, 0.0)).amax()
+        return torch.where(torch.isfinite(most), most, torch.inf)
+
     @unseen
     def sensitivity(self, x: Tensor, grad: Tensor) -> Tensor:
         """How much the loss of each sample moves with a state: the norm of its gradient, each entry in the unit that drift has there."""

@@ -35,7 +35,7 @@ class Guard:
 
     The forward pass takes two random projections of every activation, for each sample, each coordinate in its own scale over the batch
     (`bilip.reversible.fingerprint`), with weights that differ for every step, block, sample and place. The backward walk compares, block by
-    block; what enters the first block is kept and used as it is.
+    block; what enters the first block is kept and used as it is. Where an input was kept, it compares what the block makes of it now.
 
     Args:
         tolerance: What a gradient may be wrong by, relative to its size, as the guard estimates it: drift adds up from block to block, and
@@ -82,6 +82,12 @@ class Guard:
                 f"even an exact walk drifts by some of that. Expected at least {20 * eps:.1e}."
             )
         return self.tolerance
+
+    def same(self, dtype: torch.dtype) -> float:
+        """How far the output of a block may be from what it was, for the same input: the tolerance, at least that by default, since a net
+        may be rounded in another way when gradients are wanted.
+        """
+        return max(self.limit(dtype), 3 * half_digits(dtype))
 
     def least(self, dtype: torch.dtype) -> float:
         """The smallest limit that a walk can be held to: an exact one drifts by some epsilons of its dtype."""
@@ -137,6 +143,9 @@ class Drift:
     # the gradient of the input is wanted.
     total: Tensor
     mean: Tensor  # the same without these two
+    # By unit whose input was kept: how far it now gives another output. The walk has no drift there, and without this a block that
+    # has changed since the forward pass, or draws by itself, would not be noticed.
+    changed: Mapping[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def none(cls, x: Tensor) -> Drift:
@@ -316,6 +325,24 @@ class Watch:
             return False
         self.repaired += 1
         return True
+
+    def changed(self, name: str, found: float) -> bool:
+        """Act on a block that gives another output than in the forward pass; whether the step has to be repaired.
+
+        A repair can only tell how far the network is another one: what the block was is gone. So it comes with a warning.
+        """
+        text = (
+            f"block {name}, evaluated again from its stored input, gives another output (by {found:.1e} of its spread): it is stochastic "
+            "with a generator of its own, or has changed since"
+        )
+        if self.guard.action == "raise":
+            raise DriftError(
+                f"{text}. Draw from torch's global generators, and change parameters after the backward pass."
+            )
+        self.warned += 1
+        warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
+        self.repaired += self.guard.action == "repair"
+        return self.guard.action == "repair"
 
     def lost(self) -> bool:
         """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""

@@ -82,7 +82,7 @@ class Mixing(Unit):
         total = total if self.norm is None else total + self.norm.log_scale.sum()
         return total * (math.prod(x.shape[2:]) * (-1 if self.inverse else 1))
 
-    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=(), output=False):
         mix = self.block.mix
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):  # autocast is for nets
             if self.inverse:  # y = M^-1 x - b, so x = M u with u = y + b
@@ -96,7 +96,8 @@ class Mixing(Unit):
                 g_x = mix(matrices.matrix.mT, grad)
                 g_matrix, g_bias = _outer(grad, u), g_x
             grads = self._parameters(g_matrix, g_bias, grad_log, math.prod(x.shape[2:]), matrices.inverse_weight)
-            return Recovered(x, g_x, grads)
+            again = (self._undo if self.inverse else self._do)(x, matrices) if output else None
+            return Recovered(x, g_x, grads, output=again)
 
     def _parameters(
         self, g_matrix: Tensor, g_bias: Tensor, grad_log: Tensor | None, pixels: int, inverse_weight: Tensor | None

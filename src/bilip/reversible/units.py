@@ -37,6 +37,7 @@ class Recovered:
     parameters: Grads = field(default_factory=dict)
     context: Tensor | None = None  # gradient with respect to the context, if it is wanted
     print: Tensor | None = None  # the sums of the fingerprint of x, where they came along for nothing
+    output: Tensor | None = None  # what the unit makes of a known input now, if that is asked for
 
 
 class Ran(NamedTuple):
@@ -116,9 +117,10 @@ class Unit(ABC):
         mark: Print | None = None,
         matrices: Any = None,
         outside: Sequence[Tensor] = (),
+        output: bool = False,
     ) -> Recovered:
         """Input and gradient from output and gradient; `known` is the input where it was kept, `outside` are tensors that the block uses
-        without owning them.
+        without owning them. With `output`, also what the known input becomes now.
         """
 
 
@@ -141,7 +143,7 @@ class Generic(Unit):
         super().__init__(name, block, inverse=inverse)
         self.stores = not block.closed_form
 
-    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=(), output=False):
         x = self.undo(y, context).detach() if known is None else known
         with torch.enable_grad():
             point = x.detach().requires_grad_()
@@ -151,7 +153,9 @@ class Generic(Unit):
             if log_det is not None and grad_log is not None and log_det.requires_grad:
                 outputs.append(log_det)
                 grads.append(grad_log)
-            return vjp(x, outputs, grads, point, self, given, outside)
+            recovered = vjp(x, outputs, grads, point, self, given, outside)
+        recovered.output = z.detach() if output else None
+        return recovered
 
 
 class Rearranging(Unit):
@@ -159,7 +163,7 @@ class Rearranging(Unit):
 
     rearranges = True
 
-    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=(), output=False):
         return Recovered(self.undo(y, context) if known is None else known, self.undo(grad, context))
 
 
@@ -198,12 +202,14 @@ class Kept(Unit):
         kept, rest = self._split(y, self.left)
         return torch.cat((self.inner.undo(kept, context, matrices).flatten(1), rest), 1)
 
-    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=()):
+    def back(self, y, context, grad, grad_log, known, *, own=False, mark=None, matrices=None, outside=(), output=False):
         (y, rest), (grad, g_rest) = self._split(y, self.left), self._split(grad, self.left)
-        kept = None if known is None else self._split(known, self.entered)[0]
-        inner = self.inner.back(y, context, grad, grad_log, kept, matrices=matrices, outside=outside)
+        kept, rest = (None, rest) if known is None else self._split(known, self.entered)
+        inner = self.inner.back(y, context, grad, grad_log, kept, matrices=matrices, outside=outside, output=output)
         x = torch.cat((inner.x.flatten(1), rest), 1) if known is None else known
-        return Recovered(x, torch.cat((inner.grad.flatten(1), g_rest), 1), inner.parameters, inner.context)
+        again = None if inner.output is None else torch.cat((inner.output.flatten(1), rest), 1)
+        grad = torch.cat((inner.grad.flatten(1), g_rest), 1)
+        return Recovered(x, grad, inner.parameters, inner.context, output=again)
 
 
 def vjp(
