@@ -327,7 +327,7 @@ def test_what_is_said_of_angles():
     found[0]["affine-conv1x1-nf"] = turned([1e-6, 1e-3, 0.5, 1e-3], [0.0, 0.0, 0.0, 0.0])
     lines = gradient_angles.RECIPE.lines(None, found)
     assert [line.holds for line in lines] == [True, True, True, False]
-    assert lines[1].ours == "up to 1.0e-03, NaN from epoch 2 on"
+    assert lines[1].ours == "up to 1.0e-03, first NaN at epoch 2"
     assert set(gradient_angles.RECIPE.figures(None, found)) == {"introduction", "regularized"}
 
 

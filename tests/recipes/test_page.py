@@ -16,7 +16,35 @@ from in_process import command_line
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 LABELS = Path(__file__).with_name("paper_labels.txt").read_text().split()
-PROSE = ["silent", "i-resnets", "grid", "fd-overhead", "nf-free", "error-bound", "modified-scaling", "gan-at-data"]
+PROSE = [
+    "silent",
+    "needs",
+    "error-bound",
+    "additive-control",
+    "modified-scaling",
+    "finite-differences",
+    "fd-agnostic",
+    "nf-local",
+    "activations",
+    "grid",
+    "ood-likelihood",
+    "dequantization",
+    "beyond-nf",
+    "both-mitigate",
+    "i-resnets",
+    "fd-overhead",
+    "fd-inverse",
+    "nf-free",
+    "conclusion",
+    "loose",
+    "residual-safe",
+    "regression-setup",
+    "strength",
+    "every",
+    "gan-at-data",
+    "gan-huge-bits",
+    "actnorm",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +64,28 @@ def test_no_claim_of_the_paper_is_missing(claims):
     assert set(LABELS) <= known
     assert {label for label in known if not label.startswith(("prose:", "intro:", "remark:"))} == set(LABELS)
     assert {"intro:celeba-reconstruction", "intro:gradient-angle"} <= known
-    assert {f"prose:{name}" for name in PROSE} <= known
+    assert {label for label in known if label.startswith("prose:")} == {f"prose:{name}" for name in PROSE}
+
+
+def test_figures_and_tables_have_the_numbers_of_the_paper(claims):
+    """LaTeX counts captions in the order of the source, through the appendix."""
+    number = {claim.label: claim.number for claim in claims}
+    counts = {"Figure": 0, "Table": 0}
+    for label in LABELS:
+        if label.startswith(("fig:", "tab")):
+            kind = "Figure" if label.startswith("fig:") else "Table"
+            counts[kind] += 1
+            assert number[label] == f"{kind} {counts[kind]}"
+    assert counts == {"Figure": 19, "Table": 13}
+    places = [list(number).index(label) for label in LABELS]
+    assert places == sorted(places)
+
+
+def test_every_claim_was_judged_by_all_results_that_are_here(claims):
+    """Where this fails, results are newer than the sentence: write its status and why anew, then name the size in its sizes."""
+    for claim in claims:
+        if claim.recipe:
+            assert set(claim.sizes) == set(read_json(RESULTS / claim.recipe / "ours.json")["runs"]), claim.label
 
 
 def test_each_claim_has_a_status_a_reason_and_evidence_that_exists(claims):
@@ -70,8 +119,9 @@ def test_nothing_counts_as_seen_without_results(claims):
             continue
         if claim.lines:
             assert any(fnmatchcase(what, f"{start}*") for what in lines for start in claim.lines), claim.label
-        for start in claim.figures:
-            assert any(name.startswith(start) for name in figures), (claim.label, start)
+        for wanted in claim.figures:
+            sized = [f"{wanted}-{size}.png" for size in ("quick", "gpu", "paper")]
+            assert any(fnmatchcase(name, one) for name in figures for one in sized), (claim.label, wanted)
 
 
 def test_tables_of_hyperparameters_say_what_was_used(claims):
@@ -104,26 +154,44 @@ def test_results_that_come_later_are_on_the_page(small):
     document = read_json(small / "claims.json")
     waiting = [c for s in document["sections"] for c in s["claims"] if c.get("recipe") == "celeba_samples"]
     for claim in waiting:
-        claim |= {"status": "not run", "evidence": []}
+        claim |= {"status": "not run", "evidence": [], "sizes": []}
     write_json(small / "claims.json", document)
     before = to_page(small)
     assert "not been judged by them yet" not in before
-    run = read_json(RESULTS / "coupling_depth" / "ours.json")["runs"]["quick"] | {"figures": ["samples-quick.png"]}
+    run = read_json(RESULTS / "coupling_depth" / "ours.json")["runs"]["quick"] | {"figures": ["samples-affine-gpu.png"]}
     run["lines"] = [{"what": "samples lost", "paper": "some", "ours": "12 <of> 32", "holds": True}]
     (small / "celeba_samples").mkdir()
-    shutil.copy(RESULTS / "coupling_depth" / "depth-quick.png", small / "celeba_samples" / "samples-quick.png")
-    write_json(
-        small / "celeba_samples" / "ours.json", {"recipe": "celeba_samples", "schema": 1, "runs": {"quick": run}}
-    )
+    shutil.copy(RESULTS / "coupling_depth" / "depth-quick.png", small / "celeba_samples" / "samples-affine-gpu.png")
+    write_json(small / "celeba_samples" / "ours.json", {"recipe": "celeba_samples", "schema": 1, "runs": {"gpu": run}})
     after = to_page(small)
     assert "12 &lt;of&gt; 32" in after
-    assert "not been judged by them yet" in after
+    assert "at the size gpu are here by now; the claim has not been judged by them yet" in after
     assert after.count("data:image/png") == before.count("data:image/png") + 1
 
 
 def test_commands_of_parts_that_were_collected_measure_them(page):
     assert "bilip reproduce gradient_angles --size gpu --seeds 0 --parts " in page
     assert "--collect" not in page
+
+
+def test_seeds_with_other_parts_have_a_command_of_their_own(page):
+    """A second seed of two runs is not a second seed of all."""
+    assert (
+        "bilip reproduce cifar10_classifier --size gpu --seeds 1 --parts affine-conv1x1-nf,affine-conv1x1-none<" in page
+    )
+    assert "--size gpu --seeds 0,1" not in page
+
+
+def test_a_status_without_the_results_behind_it_is_marked(small, page):
+    assert "are not in this folder" not in page
+    assert "The results of <code>ood</code> that this was judged by are not in this folder." in to_page(small)
+
+
+def test_figures_are_taken_by_their_whole_name(page):
+    """Those of shuffles are not shown for convolutions."""
+    section = page.partition('id="fig-cls-additive-conv"')[2].partition("</section>")[0]
+    assert "additive-gpu, size gpu" in section
+    assert "shuffle-gpu" not in section.replace("--parts", "")
 
 
 # ---- bad input
@@ -154,9 +222,27 @@ def test_results_of_mixed_schemas(small):
         to_page(small)
 
 
+LINE = {"what": "a", "paper": "", "ours": "", "holds": None}
+
+
+def one_run(**changes):
+    return json.dumps({"recipe": "x", "schema": 1, "runs": {"gpu": {"lines": [LINE]} | changes}})
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "cannot be read"), ("[]", "schema None"), ('{"recipe": "x", "schema": 1, "runs": {"gpu": {}}}', "no lines")],
+    [
+        ("{", "cannot be read"),
+        ("[]", "schema None"),
+        ('{"recipe": "x", "schema": 1, "runs": {"gpu": {}}}', "no lines"),
+        ('{"recipe": "x", "schema": 1, "runs": []}', "damaged"),
+        ('{"recipe": "x", "schema": 1, "runs": null}', "damaged"),
+        (one_run(lines=["a"]), "damaged"),
+        (one_run(lines=[{"what": "a"}]), "damaged"),
+        (one_run(environment=None), "damaged"),
+        (one_run(figures=None), "damaged"),
+        (one_run(parts=[]), "damaged"),
+    ],
 )
 def test_results_that_are_damaged(small, text, said):
     (small / "coupling_depth" / "ours.json").write_text(text)
@@ -169,6 +255,10 @@ def test_results_that_are_damaged(small, text, said):
     [
         ({"schema": 9}, "reads schema 1"),
         ({"sections": []}, "no sections"),
+        ({"sections": {"1": []}}, "a list of sections"),
+        ({"sections": ["1"]}, "a list of sections"),
+        ({"sections": [{"title": "1"}]}, "a list of claims"),
+        ({"sections": [{"title": "1", "claims": ["fig:a"]}]}, "found 'fig:a'"),
         ({"sections": [{"title": "1", "claims": [{"label": "fig:a"}]}]}, "'fig:a' has no 'kind'"),
     ],
 )
@@ -181,13 +271,27 @@ def test_claims_that_are_not_whole(small, change, said):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"status": "maybe"}, "status 'maybe'"), ({"label": "prose:silent"}, "there twice"), ({"more": 1}, "more")],
+    [
+        ({"status": "maybe"}, "status 'maybe'"),
+        ({"status": ["reproduced"]}, "expected a text"),
+        ({"label": "prose:silent"}, "there twice"),
+        ({"more": "1"}, "more"),
+        ({"recipe": 3}, "'recipe' of the entry"),
+        ({"figures": "samples"}, "expected a list"),
+        ({"settings": [["Batch size", "64"]]}, "its name, the paper's and ours"),
+    ],
 )
 def test_an_entry_that_is_wrong_is_named(small, change, said):
     document = json.loads((small / "claims.json").read_text())
     document["sections"][0]["claims"][0].update(change)
     write_json(small / "claims.json", document)
     with pytest.raises(InputError, match=said):
+        to_page(small)
+
+
+def test_a_figure_that_is_none_is_named(small):
+    (small / "coupling_depth" / "depth-paper.png").write_text("no image")
+    with pytest.raises(InputError, match=r"depth-paper.png is not a PNG"):
         to_page(small)
 
 

@@ -20,6 +20,9 @@ pytestmark = [
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 WIDE = """[...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map(
   (e) => e.outerHTML.slice(0, 80))"""
+# Figures shown so small that their letters cannot be read, and frames that are wider than the screen.
+NARROW = """[...document.querySelectorAll("figure")].filter((f) => f.getBoundingClientRect().right > innerWidth + 1
+  || f.querySelector("img").width < Math.min(600, f.querySelector("img").naturalWidth)).map((f) => f.textContent)"""
 BROKEN = "[...document.images].filter((i) => !i.complete || !i.naturalWidth).length"
 WORDS = {"safe": "Safe", "unsafe": "Unsafe", "not-measured": "Not measured"}
 UNFOLD = """(async () => {
@@ -272,7 +275,9 @@ def test_the_page_about_the_paper_fits_a_desk_and_a_phone_and_can_be_read(tmp_pa
             page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
             page.evaluate("Promise.all([...document.images].map((image) => image.decode())).then(() => true)")
             page.settle()
-            assert page.evaluate(WIDE) == []
+            assert_fits(page, width)
+            assert [e for e in page.evaluate(WIDE) if not e.startswith("<img")] == []  # figures scroll in their frames
+            assert page.evaluate(NARROW) == []
             assert page.evaluate(BROKEN) == 0
             assert page.evaluate(CONTRAST) == []
             assert page.evaluate("document.querySelectorAll('.claim').length") > 50

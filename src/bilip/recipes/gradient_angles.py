@@ -74,7 +74,7 @@ class GradientAngles(Borrowed):
             rule = [when is not None for when in lost] if broken else [_small(values) for _, values in several]
             ours = [
                 f"up to {_largest(values):.1e}"
-                + (f", NaN from epoch {when:.2g} on" if when is not None else ", never NaN")
+                + (f", first NaN at epoch {when:.2g}" if when is not None else ", never NaN")
                 for (_, values), when in zip(several, lost, strict=True)
             ]
             Topic(title, lines).add("mean angle (rad)", said[part], ours, rule)

@@ -30,6 +30,8 @@ STATUSES = {
 }
 KINDS = ("figure", "table", "theorem", "lemma", "remark", "hyperparameters", "prose")
 NEEDED = ("label", "kind", "title", "says", "status", "why", "evidence")
+LISTS = ("evidence", "lines", "figures", "settings", "sizes")  # fields of an entry that are lists
+PNG = b"\x89PNG\r\n\x1a\n"
 EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"  # of the table
 FEW = 14  # lines of a table that are shown at once; the others are folded
@@ -46,10 +48,12 @@ class Claim:
     status: str  # a key of `STATUSES`
     why: str  # one sentence for the status
     evidence: Sequence[str]  # files, or tests as `tests/test_x.py::test_y`
+    number: str = ""  # as it is printed in the paper, as Figure 4
     recipe: str = ""  # the recipe that measures it; empty for claims that a test decides
+    sizes: Sequence[str] = ()  # of that recipe, which `why` knows
     # Beginnings of the lines of its table that belong to the claim, with * for anything; none for all that are judged.
     lines: Sequence[str] = ()
-    figures: Sequence[str] = ()  # beginnings of the names of its figures that belong to the claim
+    figures: Sequence[str] = ()  # names of its figures that belong to the claim, without the size, with * for anything
     settings: Sequence[Sequence[str]] = ()  # of a table of hyperparameters: name, the paper's, ours
 
     @property
@@ -62,7 +66,7 @@ def read_claims(results: str | Path) -> list[tuple[str, list[Claim]]]:
     """The claims in `claims.json` of a folder, section by section.
 
     Raises:
-        InputError: The file is missing, or an entry is not whole.
+        InputError: The file is missing, or an entry is not whole or not of the form of a claim.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -142,28 +146,45 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _sections(document: Mapping[str, Any]) -> list[tuple[str, list[Claim]]]:
-    found, seen = [], set()
-    for section in document["sections"]:
-        claims = []
-        for entry in section["claims"]:
-            label = entry.get("label")
-            missing = [name for name in NEEDED if name not in entry]
-            if missing:
-                raise InputError(f"claims.json: the entry {label!r} has no {missing[0]!r}.")
-            if entry["status"] not in STATUSES or entry["kind"] not in KINDS:
-                raise InputError(
-                    f"claims.json: the entry {label!r} has the status {entry['status']!r} and the kind {entry['kind']!r}; expected one of "
-                    f"{', '.join(STATUSES)}, and one of {', '.join(KINDS)}."
-                )
-            if label in seen:
-                raise InputError(f"claims.json: the label {label!r} is there twice.")
-            seen.add(label)
-            try:
-                claims.append(Claim(**entry))
-            except TypeError as error:
-                raise InputError(f"claims.json: the entry {label!r}: {error}.") from error
+    found: list[tuple[str, list[Claim]]] = []
+    seen: set[str] = set()
+    for section in document["sections"] if isinstance(document["sections"], list) else [None]:
+        if not isinstance(section, dict) or not isinstance(section.get("claims"), list) or "title" not in section:
+            raise InputError("claims.json: expected a list of sections, each with a title and a list of claims.")
+        claims = [_claim(entry) for entry in section["claims"]]
+        for claim in claims:
+            if claim.label in seen:
+                raise InputError(f"claims.json: the label {claim.label!r} is there twice.")
+            seen.add(claim.label)
         found.append((section["title"], claims))
     return found
+
+
+def _claim(entry: Any) -> Claim:
+    if not isinstance(entry, dict):
+        raise InputError(f"claims.json: expected claims with a label, found {entry!r}.")
+    label = entry.get("label")
+    missing = [name for name in NEEDED if name not in entry]
+    if missing:
+        raise InputError(f"claims.json: the entry {label!r} has no {missing[0]!r}.")
+    for name, value in entry.items():
+        if not isinstance(value, list if name in LISTS else str):
+            expected = "a list" if name in LISTS else "a text"
+            raise InputError(f"claims.json: {name!r} of the entry {label!r} is {value!r}; expected {expected}.")
+    if entry["status"] not in STATUSES or entry["kind"] not in KINDS:
+        raise InputError(
+            f"claims.json: the entry {label!r} has the status {entry['status']!r} and the kind {entry['kind']!r}; expected one of "
+            f"{', '.join(STATUSES)}, and one of {', '.join(KINDS)}."
+        )
+    for row in entry.get("settings", ()):
+        if not isinstance(row, list) or len(row) != 3:
+            raise InputError(
+                f"claims.json: the entry {label!r} has the setting {row!r}; expected its name, the paper's and ours."
+            )
+    try:
+        return Claim(**entry)
+    except TypeError as error:
+        raise InputError(f"claims.json: the entry {label!r}: {error}.") from error
 
 
 def _runs(root: Path, name: str) -> dict[str, Any]:
@@ -178,10 +199,22 @@ def _runs(root: Path, name: str) -> dict[str, Any]:
             "Run that recipe again, or take its folder away."
         )
     runs = document.get("runs", {})
-    for size, run in runs.items():
-        if not isinstance(run, dict) or not isinstance(run.get("lines"), list):
-            raise InputError(f"{path}: its run {size!r} has no lines. Run that recipe again, or take its folder away.")
+    for size, run in runs.items() if isinstance(runs, dict) else [("", None)]:
+        if not _is_whole(run):
+            raise InputError(
+                f"{path}: its run {size!r} has no lines, or is damaged. Run that recipe again, or take its folder away."
+            )
     return {size: runs[size] for size in reversed(SIZES) if size in runs}
+
+
+def _is_whole(run: Any) -> bool:
+    """Whether a run has the form that recipes write."""
+    kinds = {"lines": list, "measured": dict, "environment": dict, "figures": list, "parts": dict, "command": str}
+    if not isinstance(run, dict) or "lines" not in run:
+        return False
+    if not all(isinstance(run[name], kind) for name, kind in kinds.items() if name in run):
+        return False
+    return all(isinstance(line, dict) and {"what", "paper", "ours", "holds"} <= set(line) for line in run["lines"])
 
 
 # ---- what the template shows
@@ -194,15 +227,16 @@ def _view(claim: Claim, runs: Mapping[str, Any], root: Path, shelf: dict[Path, s
         if table["lines"] and all(table["lines"] != other["lines"] for other in tables):
             tables.append(table)
     pictures = []
-    for start in claim.figures:
-        pictures += _pictures(claim, start, runs, root, shelf)
+    for wanted in claim.figures:
+        pictures += _pictures(claim, wanted, runs, root, shelf)
     status = claim.status
     return {
         "claim": claim,
         "status": status,
         "word": STATUSES[status],
-        "kind": "said in prose" if claim.kind == "prose" else claim.kind,
-        "unjudged": status == "not run" and bool(runs),
+        "kind": claim.number or ("said in prose" if claim.kind == "prose" else claim.kind),
+        "absent": bool(claim.recipe) and not runs and status != "not run",
+        "unjudged": [size for size in runs if size not in claim.sizes],
         "tables": tables,
         "pictures": pictures,
         "evidence": claim.evidence,
@@ -221,7 +255,7 @@ def _table(claim: Claim, size: str, run: Mapping[str, Any]) -> dict[str, Any]:
         "torch": run.get("environment", {}).get("torch", ""),
         "date": run.get("date", ""),
         "other": run.get("other_than_paper", []),
-        "command": _command(run),
+        "commands": _commands(run),
     }
 
 
@@ -231,28 +265,34 @@ def _belongs(claim: Claim, line: Mapping[str, Any]) -> bool:
     return line["holds"] is not None or bool(line.get("key"))
 
 
-def _command(run: Mapping[str, Any]) -> str:
-    """The command that made a run; of recipes that collect their parts, the one that measures them."""
+def _commands(run: Mapping[str, Any]) -> list[str]:
+    """The command that made a run; of recipes that collect their parts those that measure them, one for seeds with the same parts."""
     command, parts = run.get("command", ""), run.get("parts", {})
     if not parts or not command.endswith(" --collect"):
-        return command
-    names = ",".join(dict.fromkeys(part for some in parts.values() for part in some))
-    return f"{command.removesuffix(' --collect')} --seeds {','.join(parts)} --parts {names}"
+        return [command]
+    seeds: dict[str, list[str]] = {}
+    for seed, some in parts.items():
+        seeds.setdefault(",".join(some), []).append(seed)
+    start = command.removesuffix(" --collect")
+    return [f"{start} --seeds {','.join(some)} --parts {names}" for names, some in seeds.items()]
 
 
 def _pictures(
-    claim: Claim, start: str, runs: Mapping[str, Any], root: Path, shelf: dict[Path, str]
+    claim: Claim, wanted: str, runs: Mapping[str, Any], root: Path, shelf: dict[Path, str]
 ) -> list[dict[str, str]]:
     """The figures of a name at the largest size that has them; one that is on the page already is linked."""
     for size, run in runs.items():
-        names = [name for name in run.get("figures", ()) if name.startswith(start)]
+        names = [name for name in run.get("figures", ()) if fnmatchcase(name, f"{wanted}-{size}.png")]
         paths = [path for name in names if (path := root / claim.recipe / Path(name).name).is_file()]
         if not paths:
             continue
         found = []
         for path in paths:
             above = shelf.setdefault(path, claim.id)
-            data = "" if above != claim.id else base64.b64encode(path.read_bytes()).decode()
+            image = path.read_bytes()
+            if not image.startswith(PNG):
+                raise InputError(f"{path} is not a PNG. Run {claim.recipe} again, or take the file away.")
+            data = "" if above != claim.id else base64.b64encode(image).decode()
             found.append({"name": path.stem, "size": size, "data": data, "above": above})
         return found
     return []
