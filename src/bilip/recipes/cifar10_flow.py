@@ -407,7 +407,7 @@ class Looks:
 
 def _detected(inside: Measured, outside: Measured) -> dict[str, float]:
     """How well likelihoods tell a set from test images: all of them, and those that hold."""
-    (log_p, good), (log_q, fine) = ((torch.from_numpy(m.arrays[name]) for name in JUDGED) for m in (inside, outside))
+    (log_p, good), (log_q, fine) = ([torch.from_numpy(m.arrays[name]) for name in JUDGED] for m in (inside, outside))
     return {
         "auroc": flow_probes.auroc(log_p, log_q),
         "auroc_trusted": flow_probes.auroc(log_p[good], log_q[fine]),
