@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilip import Box, Chain, Invert, blocks, models
+from bilip._torch import half_digits
 from bilip.blocks import Residual, inverting, residual
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import MLP, ConvNet, Declared
@@ -90,6 +91,25 @@ def test_without_a_tolerance_little_is_left_but_rounding(dtype, method):
     solution = block.solve(y, method=method)
     assert float((solution.residual / (1 + y.double().norm(dim=1))).max()) <= 4 * torch.finfo(dtype).eps
     assert int(solution.evaluations.max()) < (40 if method == "anderson" else 400)  # and no stall
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 30, 3000])
+def test_large_biases_do_not_make_the_usual_tolerance_unreachable(dtype, size):
+    """g then loses more to rounding than z has in its last digits, and the inverse is as good as the dtype allows all the same."""
+    torch.manual_seed(0)
+    net = MLP(8, 8, hidden=(256, 256), lipschitz=0.9, activation="elu")
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "bias" in name:
+                p.copy_(size * torch.randn_like(p))
+    block, y = Residual(net).to(dtype).eval(), torch.randn(300, 8).to(dtype)
+    solution = block.solve(y)
+    assert bool(solution.converged.all())
+    assert float((solution.residual / (1 + solution.x.double().norm(dim=1))).max()) <= half_digits(dtype)
+    block.max_evaluations = 3
+    assert not bool(block.solve(y).converged.all()) or dtype in (torch.float16, torch.bfloat16)
 
 
 def test_status_for_each_sample_and_an_error_with_the_residual():

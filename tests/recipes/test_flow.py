@@ -65,7 +65,9 @@ def test_everything_is_measured_and_drawn(measured):
         assert found["samples"]["reliable"] == 1
         assert found["skipped"] == 0
         assert found["sets"]["cifar10"]["auroc"] == 0.5
-        assert found["sets"]["rademacher"]["auroc"] == found["sets"]["rademacher"]["auroc_trusted"] == 1  # extreme everywhere
+        assert (
+            found["sets"]["rademacher"]["auroc"] == found["sets"]["rademacher"]["auroc_trusted"] == 1
+        )  # extreme everywhere
         assert all(found["sets"][name]["share_trusted"] == 1 for name in found["sets"])
     names = {path.name for path in outcome.figures}
     assert "likelihood-quick.png" in names

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import capturing, is_transformed
+from bilip._torch import capturing, half_digits, is_transformed
 from bilip.blocks._nets import call, require_module, require_shape, takes_context
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.fixed_point import solve_fixed_point
@@ -67,7 +67,8 @@ class Residual(Bijection):
         g: The residual branch: a net of held layers (`nets.MLP(..., lipschitz=0.9)`), or any net certified or
             declared below 1.
         tolerance: Largest distance from the exact inverse; by default what the dtype can give,
-            $16\,\epsilon\,(1 + |y|)/(1 - c)$ for each sample.
+            $16\,\epsilon\,(1 + |y|)/(1 - c)$ for each sample, or more where x is larger or g loses more to rounding, at most half
+            of the digits.
         log_det: `Exact()`, `Series(...)` or `Roulette(...)`; by default exact up to 64 dimensions, beyond that
             Russian roulette in training mode and 20 terms in evaluation mode.
         max_evaluations: When to give up.
@@ -221,10 +222,21 @@ class Residual(Bijection):
                 evaluations = evaluations.index_add(0, left, more.evaluations)
                 anew = self._residual(more.x, z[left], None if context is None else context[left])
                 residual, rounding = residual.index_copy(0, left, anew[0]), rounding.index_copy(0, left, anew[1])
-        if tolerance is None:
-            asked = asked + 2 * rounding / (1 - c)
-        bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
+            bound = ((residual + rounding) / (1 - c) * (1 + 8 * EPS)).nan_to_num(torch.inf, torch.inf)
+            if tolerance is None:
+                asked = asked + 2 * rounding / (1 - c)
+                left = (bound > asked).nonzero().squeeze(1)
+                if len(left):  # g may lose more to rounding than the last digits of z, and x have larger ones
+                    digits = eps + last[left] + norms(x[left].double() * eps)
+                    lost = 8 * (digits + self._evaluation_error(x[left], None if context is None else context[left]))
+                    lost = torch.minimum(lost, digits / half_digits(z.dtype)).nan_to_num(0.0)
+                    asked = asked.index_add(0, left, lost / (1 - c))
         return Solution(x, residual, bound, asked, evaluations)
+
+    def _evaluation_error(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """How far g, evaluated as in the iteration, is from its value in float64."""
+        value, _ = certify.point_image(self.g, x, context if self._context else None)
+        return norms(self.branch(x, context).double() - value)
 
     def _residual(self, x: Tensor, z: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """|z - x - g(x)| in float64, whatever the dtype of the model, and a bound on the rounding in it."""

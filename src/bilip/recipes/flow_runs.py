@@ -127,7 +127,9 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
                 [(share >= ALL) == said[what] for share in ticks],
             )
         add("bits per dimension of samples, as drawn and encoded again", "", map(_sample_bits, good))
-        add("not finite at some look", "", map(_worst_sources, good), key=True)
+        # Of a residual flow that is a sample that some block did not invert to its tolerance: see `decode`.
+        lost = "not inverted to the tolerance" if run.kind == "residual" else "not finite"
+        add(f"{lost} at some look", "", map(_worst_sources, good), key=True)
         add("gradients that were not finite, steps skipped", "", [str(m.numbers["skipped"]) for m in good])
         if run.kind == "residual":
             pairs = list(map(_estimated, good))

@@ -84,9 +84,10 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
         add("test bits per dimension", said.get("bits", ""), map(_bits, several), key=True)
         add("condition number at data, largest on the way", "", map(_steepest, several))
         add("reconstruction of test images", "", [_lost(m.numbers["data"]) for m in several])
-        add("FID of 128 features", said.get("fid", ""), [f"{s['fid']:.3g}" for s in samples], key=True)
+        add("FID of 128 features", said.get("fid", ""), [_fid(s) for s in samples], key=True)
         add("KID of 128 features", "", map(_kid, samples))
-        add("sliced Wasserstein, grey levels", "", [f"{s['sliced']:.2f}" for s in samples])
+        sliced = [f"{s['sliced']:.2f}" if math.isfinite(s["sliced"]) else "Inf" for s in samples]
+        add("sliced Wasserstein, grey levels", "", sliced)
         for m in several:
             if m.numbers["diverged"]:
                 add("training", "", [m.numbers["diverged"]])
@@ -192,8 +193,12 @@ def _lost(data: Mapping[str, float]) -> str:
     return shares(data) + (f", error {short(data['error'])}" if not math.isnan(data["error"]) else "")
 
 
+def _fid(samples: Mapping[str, float]) -> str:
+    return f"{samples['fid']:.3g}" if math.isfinite(samples["fid"]) else "Inf"
+
+
 def _kid(samples: Mapping[str, float]) -> str:
-    return f"{samples['kid']:.3g} ± {samples['kid_error']:.1g}"
+    return f"{samples['kid']:.3g} ± {samples['kid_error']:.1g}" if math.isfinite(samples["kid"]) else "Inf"
 
 
 def _guard(m: Measured) -> str:
@@ -237,4 +242,4 @@ def gan_figures(found: Found) -> Figures:
 
 
 def _note(m: Measured, what: str) -> str:
-    return shares(m.numbers["data"]) if what == "data" else f"FID {m.numbers['samples']['fid']:.3g}"
+    return shares(m.numbers["data"]) if what == "data" else f"FID {_fid(m.numbers['samples'])}"
