@@ -127,7 +127,7 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
                 [(share >= ALL) == said[what] for share in ticks],
             )
         add("bits per dimension of samples, as drawn and encoded again", "", map(_sample_bits, good))
-        # Of a residual flow that is a sample that some block did not invert to its tolerance: see `decode`.
+        # Of a residual flow NaN stands for a sample that some block did not invert to its tolerance.
         lost = "not inverted to the tolerance" if run.kind == "residual" else "not finite"
         add(f"{lost} at some look", "", map(_worst_sources, good), key=True)
         add("gradients that were not finite, steps skipped", "", [str(m.numbers["skipped"]) for m in good])
@@ -227,17 +227,18 @@ def flow_figures(found: Found) -> Figures:
     drawn["likelihood"] = figures.curves(likelihood, xlabel="step", linear=list(likelihood))
     for run, several in chosen.items():
         name = run.title.replace(TITLES[run.kind], run.kind).replace(" + ", "-eps").replace(", ", "-")
+        # What a residual flow does not invert to its tolerance stands as NaN in its logs.
+        lost = "share not inverted to tolerance" if run.kind == "residual" else PANELS["non_finite"]
         panels = {
             title: {
                 SOURCES[source]: [_pair(m, f"{source}_{what}") for m in several]
                 for source in SOURCES
                 if not np.isnan(several[0].arrays[f"log_{source}_non_finite"]).all()
             }
-            for what, title in PANELS.items()
+            for what, title in {**PANELS, "non_finite": lost}.items()
             if what != "non_finite" or any(_lost_some(m) for m in several)
         }
-        linear = [title for title in panels if title == PANELS["non_finite"]]
-        drawn[f"stability-{name}"] = figures.curves(panels, xlabel="step", linear=linear)
+        drawn[f"stability-{name}"] = figures.curves(panels, xlabel="step", linear=[lost] if lost in panels else [])
         if not several[0].numbers["diverged"]:
             drawn[f"reconstructions-{name}"] = reconstruction_figure(several[0], SOURCES)
     return drawn
