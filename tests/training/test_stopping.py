@@ -218,6 +218,12 @@ def test_the_first_block_that_is_not_finite():
         Flow(chain), torch.ones(1, 2)
     )
     assert "no blocks" in first_non_finite(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    small = Chain(*(DiagonalScaling(torch.full((2,), 1e-15)) for _ in range(3)), shape=(2,))
+    batch = (torch.ones(1, 2), torch.ones(1, 3), 1e10 * torch.ones(1, 2))
+    assert "back from latents the first output that is not finite is that of block 1 (Diag" in first_non_finite(
+        small, *batch
+    )
+    assert "every block is finite on this batch" in first_non_finite(small, *batch[:2])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bilip.auditing.probes.blame import kind_of
 from bilip.blocks import ActNorm, Bijection, Residual, Roulette
 from bilip.blocks.diagonal import shared_statistics
 from bilip.data import seed_of
-from bilip.errors import CheckpointError, InputError, TrainingDiverged
+from bilip.errors import BilipError, CheckpointError, InputError, TrainingDiverged
 from bilip.nets.replay import batch_norms, draws_numbers, evaluating, frozen_statistics
 from bilip.nets.spectral import HeldConv2d, HeldLinear, held_layers, restore_certificate
 from bilip.reversible import Reversible
@@ -198,7 +198,7 @@ class Run:
         loss, step, model = float(found["loss"]), settled.step + 1, self.task.model
         if not math.isfinite(loss) and self.fabric.world_size == 1:
             raise TrainingDiverged(
-                f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, batch[0])}; {self.left}.",
+                f"training diverged: the loss was {loss} in step {step}; {first_non_finite(model, *batch)}; {self.left}.",
                 step,
             )
         if self.settings.skip is not None and self.skipped_in_a_row > self.settings.skip:
@@ -419,8 +419,10 @@ class Run:
 
 
 @torch.no_grad()
-def first_non_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
-    """In words, the first block of a flow, or of a model with a trunk, that leaves numbers that are not finite."""
+def first_non_finite(model: torch.nn.Module, x: torch.Tensor, *others: torch.Tensor) -> str:
+    """In words, the first block of a flow, or of a model with a trunk, that leaves numbers that are not finite: on the way from x, then on
+    the way back from those other tensors of the batch that have the shape of latents.
+    """
     bijection = getattr(model, "bijection", getattr(model, "trunk", model))
     if not isinstance(bijection, Bijection):
         return f"the model, a {type(model).__name__}, has no blocks to look into"
@@ -430,7 +432,17 @@ def first_non_finite(model: torch.nn.Module, x: torch.Tensor) -> str:
         for what, values in (("output", state), ("log-determinant", log_det)):
             if not bool(values.isfinite().all()):
                 return f"the first {what} that is not finite is that of block {name} ({kind_of(part)})"
-    return "every block is finite: the sum over dimensions is not"
+    for z in others:
+        if z.shape != state.shape or z.dtype != state.dtype:
+            continue
+        for name, part in reversed(bijection.parts()):
+            try:
+                z = part.inverse(z)
+            except BilipError as error:
+                return f"on the way back from latents block {name} ({kind_of(part)}) says: {error}"
+            if not bool(z.isfinite().all()):
+                return f"on the way back from latents the first output that is not finite is that of block {name} ({kind_of(part)})"
+    return "every block is finite on this batch: what the loss makes of it is not"
 
 
 def _numbers(found: object) -> dict[str, float]:
