@@ -288,7 +288,16 @@ def test_samples_that_are_not_finite_are_counted_and_left_out():
 
 def test_what_parts_mean():
     assert Run.of("affine-flowgan") == Run("affine", "flowgan")
-    assert Run.of("additive-gan-plain-small-steps7") == Run("additive", "gan", False, True, 7)
+    assert Run.of("additive-gan-plain-small-steps7") == Run("additive", "gan", False, True, steps=7)
+    assert [RECIPE.has(p, CONFIG) for p in ("affine-gan-eps0.01", "additive-gan-eps0.01", "features")] == [
+        True,
+        False,
+        True,
+    ]
+    bounds = {p: make_model(Run.of(p), CONFIG).bijection for p in ("modified-gan", "affine-gan", "affine-gan-eps0.01")}
+    scales = {p: next(b.scale for b in m.modules() if hasattr(b, "scale")) for p, m in bounds.items()}
+    least = [float(scale(torch.tensor(-50.0))) for scale in scales.values()]
+    assert least == pytest.approx([0.5, 0, 0.01], abs=1e-6)
     assert [Run.of(part).title for part in RECIPE.parts(CONFIG)[:6]] == TITLES
     paper = RECIPE.sizes["paper"]
     model = make_model(Run("additive", "gan"), paper)

@@ -1,8 +1,9 @@
 """Flow-GAN: an invertible generator on CIFAR-10, trained by likelihood, against a discriminator, or by both.
 
-A part is a kind of coupling and an objective: `additive-mle`, `additive-gan`, `additive-flowgan`, and the same with `affine`. After it may
-come `-plain` for a generator without ActNorm, `-small` for a smaller one, and `-steps1000` for another number of steps. The part
-`features` trains the CNN whose features tell how good samples are; one comes with bilip.
+A part is a kind of coupling and an objective: `additive-mle`, `additive-gan`, `additive-flowgan`, and the same with `affine`, or with
+`modified` for a scale onto (0.5, 1). After it may come `-plain` for a generator without ActNorm, `-small` for a smaller one, `-eps0.01`,
+added to the scale, and `-steps1000` for another number of steps. The part `features` trains the CNN whose features tell how good samples
+are; one comes with bilip.
 
 The generator's gradients pass through its inverse, from latents to images, with `bilip.Reversible` and its guard.
 """
@@ -25,7 +26,7 @@ from bilip.data import image_set, seed_of
 from bilip.errors import InputError
 from bilip.recipes import flow_probes
 from bilip.recipes.flow_probes import Inputs, Trip
-from bilip.recipes.gan_runs import KINDS, OBJECTIVES, PART, Run, gan_figures, gan_lines
+from bilip.recipes.gan_runs import OBJECTIVES, USUAL, Run, gan_figures, gan_lines
 from bilip.recipes.images import (
     Dequantized,
     as_bytes,
@@ -111,8 +112,8 @@ class FlowGan(Recipe):
     claim = "A generator trained against a discriminator alone explodes at data; likelihood beside it prevents that, with better samples."
     sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
-        "quick": "4 minutes of one core, half of that on two",
-        "gpu": "6,000 steps of eight generators; about 12 minutes on one H200 with --jobs 8 under CUDA's MPS, an estimate",
+        "quick": "6 minutes of one core, half of that on two",
+        "gpu": "6,000 steps of ten generators; about a quarter of an hour on one H200 with --jobs 8 under CUDA's MPS, an estimate",
         "paper": "50,000 steps, a number the paper does not state; hours on one GPU; not timed yet",
     }
     matched = (
@@ -124,21 +125,22 @@ class FlowGan(Recipe):
         "Both players are updated at once from the same weights, where the original updates the discriminator first. Gradients that are "
         "not finite are skipped and counted, NaN pixels are not set to zero.",
         "ActNorm starts from data, not from one, so that all runs start at the same finite likelihood. Batches of 32 as in the paper, not "
-        "the original's 64. The affine scale is onto (0, 1), without the original's 0.01. Of the discriminator's convolutions only the "
-        "first has a bias.",
+        "the original's 64. The affine scale is onto (0, 1); with the original's 0.01 added to it there are runs of their own. Of the "
+        "discriminator's convolutions only the first has a bias.",
         "The original's FID takes the logits of an Inception network and 1,000 images. Ours: features of a small CNN trained on CIFAR-10, "
         "which comes with bilip, so the numbers compare runs here and nothing else.",
         "Training images are mirrored, not shifted by up to a tenth: shifted ones have black borders, which a discriminator tells from "
         "samples at a glance, and which the test images do not have that samples are compared with.",
     )
     partial = True
+    named = Run.of
 
     def parts(self, config: Config) -> Sequence[str]:
-        usual = [f"{kind}-{objective}" for kind in KINDS for objective in OBJECTIVES]
-        return [*usual, "additive-gan-plain", "additive-gan-small"]
+        usual = [f"{kind}-{objective}" for kind in USUAL for objective in OBJECTIVES]
+        return [*usual, "additive-gan-plain", "additive-gan-small", "affine-gan-eps0.01", "affine-flowgan-eps0.01"]
 
     def has(self, part: str, config: Config) -> bool:
-        return part == "features" or PART.fullmatch(part) is not None
+        return part == "features" or super().has(part, config)
 
     def run(self, part: str, config: Config, work: Work) -> Measured:
         if part == "features":
@@ -259,7 +261,8 @@ def make_model(run: Run, config: Config) -> Players:
     """The players of a run, before they have seen data."""
     levels, blocks, hidden = config.small if run.small else (config.levels, config.blocks, config.hidden)
     sizes = {"levels": levels, "blocks": blocks, "hidden": hidden}
-    trunk = make_multiscale(config, coupling=run.kind, actnorm="data" if run.actnorm else None, **sizes)
+    couplings = {"coupling": run.couplings.coupling, "scale": run.couplings.scale}
+    trunk = make_multiscale(config, **couplings, actnorm="data" if run.actnorm else None, **sizes)
     return Players(trunk, None if run.objective == "mle" else Critic(config.side, config.critic))
 
 

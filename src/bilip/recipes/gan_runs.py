@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from bilip.errors import InputError
-from bilip.recipes import figures
+from bilip.recipes import figures, flow_runs
 from bilip.recipes.flow_runs import shares
 from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, percent, short
 
-KINDS = ("additive", "affine")
+USUAL = ("additive", "affine")  # couplings
+KINDS = (*USUAL, "modified")
 OBJECTIVES = {"mle": "MLE", "gan": "GAN", "flowgan": "Flow-GAN"}
-PART = re.compile(r"(additive|affine)-(mle|gan|flowgan)(-plain)?(-small)?(?:-steps([0-9]+))?")
+PART = re.compile(
+    r"(additive|affine|modified)-(mle|gan|flowgan)(-plain)?(-small)?(?:-eps([0-9.]+(?:e-?[0-9]+)?))?(?:-steps([0-9]+))?"
+)
 HUGE = 16.0  # bits per dimension: twice what a code needs that knows nothing of images
 STEEP = 1 / torch.finfo(torch.float32).eps  # a condition number at which float32 has no digit left
 
@@ -30,30 +33,38 @@ class Run:
     Example:
         >>> Run.of("additive-gan-plain").title
         'additive, GAN, no ActNorm'
+        >>> Run.of("affine-flowgan-eps0.01").title
+        'affine + 0.01, Flow-GAN'
     """
 
     kind: str
     objective: str
     actnorm: bool = True
     small: bool = False
+    eps: float = 0.0  # added to the scale
     steps: int | None = None
 
     @classmethod
     def of(cls, part: str) -> Run:
         """The run that a part names."""
         match = PART.fullmatch(part)
-        if match is None:
+        if match is None or (match[1] == "additive" and match[5]):
             raise InputError(
-                f"{part!r} names no run: expected, for example, additive-mle, affine-flowgan or additive-gan-plain."
+                f"{part!r} names no run: expected, for example, additive-mle, affine-flowgan, additive-gan-plain or affine-gan-eps0.01."
             )
-        kind, objective, plain, small, steps = match.groups()
-        return cls(kind, objective, plain is None, small is not None, int(steps) if steps else None)
+        kind, objective, plain, small, eps, steps = match.groups()
+        return cls(kind, objective, plain is None, small is not None, float(eps or 0), int(steps) if steps else None)
+
+    @property
+    def couplings(self) -> flow_runs.Run:
+        """What its couplings are, as of an image flow."""
+        return flow_runs.Run(self.kind, self.eps)
 
     @property
     def title(self) -> str:
         """The run in words."""
         more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
-        return f"{self.kind}, {OBJECTIVES[self.objective]}{more}"
+        return f"{self.couplings.title}, {OBJECTIVES[self.objective]}{more}"
 
 
 # ---- tables
@@ -79,7 +90,8 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     lines: list[Line] = []
     runs = _runs(found)
     for run, several in runs.items():
-        said = paper["table"].get(run.objective, {}) if run.actnorm and not run.small else {}
+        usual = run.kind != "modified" and run.actnorm and not run.small
+        said = paper["table"].get(run.objective, {}) if usual else {}
         add, samples = Topic(run.title, lines).add, [m.numbers["samples"] for m in several]
         add("test bits per dimension", said.get("bits", ""), map(_bits, several), key=True)
         add("condition number at data, largest on the way", "", map(_steepest, several))
@@ -92,7 +104,7 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
             if m.numbers["diverged"]:
                 add("training", "", [m.numbers["diverged"]])
         add("steps skipped, passes the guard repaired", "", map(_guard, several))
-    lines += [line for kind in KINDS for line in _statements(kind, runs)] + _side_findings(runs)
+    lines += [line for kind in USUAL for line in _statements(kind, runs)] + _side_findings(runs)
     nets = {_net(m.numbers["features"]): None for several in runs.values() for m in several}
     nets |= {_net(m.numbers): None for parts in found.values() for part, m in parts.items() if part == "features"}
     lines += [Line("feature network", "", text) for text in nets]
@@ -218,7 +230,8 @@ def gan_figures(found: Found) -> Figures:
     drawn: dict[str, Any] = {}
     runs = _runs(found)
     for kind in KINDS:
-        own = {run.title.removeprefix(f"{kind}, "): several for run, several in runs.items() if run.kind == kind}
+        prefix = f"{flow_runs.TITLES[kind]}, "
+        own = {run.title.removeprefix(prefix): several for run, several in runs.items() if run.kind == kind}
         if not own:
             continue
         panels = {
