@@ -34,7 +34,7 @@ class Run:
         >>> Run.of("additive-gan-plain").title
         'additive, GAN, no ActNorm'
         >>> Run.of("affine-flowgan-eps0.01").title
-        'affine + 0.01, Flow-GAN'
+        'affine, Flow-GAN, scale + 0.01'
     """
 
     kind: str
@@ -64,7 +64,8 @@ class Run:
     def title(self) -> str:
         """The run in words."""
         more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
-        return f"{self.couplings.title}, {OBJECTIVES[self.objective]}{more}"
+        more += f", scale + {self.eps:g}" if self.eps else ""
+        return f"{flow_runs.TITLES[self.kind]}, {OBJECTIVES[self.objective]}{more}"
 
 
 # ---- tables
