@@ -109,7 +109,8 @@ def test_large_biases_do_not_make_the_usual_tolerance_unreachable(dtype, size):
     assert bool(solution.converged.all())
     assert float((solution.residual / (1 + solution.x.double().norm(dim=1))).max()) <= half_digits(dtype)
     block.max_evaluations = 3
-    assert not bool(block.solve(y).converged.all()) or dtype in (torch.float16, torch.bfloat16)
+    if dtype in (torch.float32, torch.float64):  # three evaluations may be all that half precision can use
+        assert not bool(block.solve(y).converged.all())
 
 
 def test_status_for_each_sample_and_an_error_with_the_residual():
