@@ -63,6 +63,7 @@ class DequantizationAttack(Recipe):
         "Inf before the sigmoid that ends the inverse is not Inf after it: an error above 1 counts as broken, as NaN does.",
     )
     partial = True
+    pictures_apart = True
 
     def parts(self, config: Config) -> Sequence[str]:
         return PARTS

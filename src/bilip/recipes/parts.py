@@ -37,6 +37,7 @@ __all__ = [
 
 SCHEMA = 1
 MOST = 2**28  # bytes of one array in a part's file
+PICTURES = ".pictures.json"  # how the file with the pictures of a part ends, where they are apart
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,22 @@ def loaded(folders: Mapping[tuple[str, int], Path]) -> tuple[dict[int, dict[str,
     return found, about
 
 
-def keep(folder: Path, path: Path) -> None:
-    """Write what a finished folder holds as one small file, which can be collected without the folder; nothing if it is not finished."""
+def keep(folder: Path, path: Path, *, apart: bool = False) -> None:
+    """Write what a finished folder holds as one small file, which can be collected without the folder; nothing if it is not finished.
+
+    Pictures can be kept `apart`, in a file beside that one: what shows people can then be left out where parts are published.
+    """
     if not (folder / "measured.json").exists():
         return
     facts, arrays = read_json(folder / "measured.json"), Measured.load(folder).arrays
     path.parent.mkdir(parents=True, exist_ok=True)
     part = {"part": folder.name, "seed": int(folder.parent.name.removeprefix("seed"))}
-    write_json(path, facts | part | {"arrays": {name: _written(value) for name, value in arrays.items()}})
+    written = {name: _written(value) for name, value in arrays.items()}
+    pictures = {name: value for name, value in written.items() if apart and isinstance(value, dict)}
+    if pictures:
+        write_json(path.with_suffix(PICTURES), {"recipe": facts["recipe"], "arrays": pictures})
+    facts |= part | {"arrays": {name: value for name, value in written.items() if name not in pictures}}
+    write_json(path, facts)
 
 
 def _written(value: np.ndarray) -> Any:
@@ -162,13 +171,17 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
     found: dict[int, dict[str, Measured]] = {}
     about: About = {}
     for path in sorted(folder.glob(f"{size}-seed*.json")):
+        if path.name.endswith(PICTURES):
+            continue
         try:
             facts = read_json(path)
             if facts["recipe"] != recipe.name or facts["schema"] != SCHEMA:
                 raise CheckpointError(
                     f"{path} is of recipe {facts['recipe']!r}, schema {facts['schema']!r}; expected {recipe.name!r}, {SCHEMA}."
                 )
-            arrays = {name: _read(value) for name, value in facts["arrays"].items()}
+            beside = path.with_suffix(PICTURES)
+            pictures = read_json(beside)["arrays"] if beside.exists() else {}
+            arrays = {name: _read(value) for name, value in (facts["arrays"] | pictures).items()}
             seed, part = int(facts["seed"]), str(facts["part"])
             found.setdefault(seed, {})[part] = Measured(facts["numbers"], arrays)
             about.setdefault(seed, {})[part] = {

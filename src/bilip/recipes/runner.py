@@ -152,7 +152,7 @@ def reproduce(
     finally:
         if recipe.partial and (fabric is None or fabric.is_global_zero):
             for (part, seed), place in folders.items():
-                keep(place, folder / "parts" / f"{size}-seed{seed}-{part}.json")
+                keep(place, folder / "parts" / f"{size}-seed{seed}-{part}.json", apart=recipe.pictures_apart)
     if fabric is not None and not fabric.is_global_zero:
         return Outcome(recipe, size, folder, (), (), (), time.perf_counter() - began)
     if recipe.partial:
@@ -172,6 +172,9 @@ def reproduce(
     for title, figure in recipe.figures(config, found).items():
         files.append(folder / f"{title}-{size}.png")
         figures.save(figure, files[-1])
+    if recipe.pictures_apart:  # figures of pictures that are not here stay as they were drawn
+        before = (folder / name for name in document["runs"].get(size, {}).get("figures", ()))
+        files += [file for file in before if file not in files and file.is_file()]
     lines = recipe.lines(config, found)
     every = [facts for parts in about.values() for facts in parts.values()]
     document["runs"][size] = {
