@@ -43,7 +43,7 @@ class DequantizationAttack(Recipe):
     sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "minutes on two cores; the residual flow takes most of it",
-        "gpu": "a quarter of an hour of one H200 with --jobs 3 under CUDA's MPS, an estimate",
+        "gpu": "a quarter of an hour on one H200, three flows side by side under CUDA's MPS, and other runs beside them",
         "paper": "90,000 steps of three flows; days on one GPU; not timed yet",
     }
     matched = (
