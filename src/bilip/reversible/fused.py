@@ -195,7 +195,7 @@ def _scales(
         other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
         other = other.to(out.dtype.element_ty)
         typical = tl.max(_geometric(tl.reshape(other, (ROWS * PLACES, 1))), axis=0)
-        scale = tl.where(scale > 0, scale, tl.where(typical > 0, typical, 1.0))
+        scale = tl.where(scale > 0, scale, tl.where(typical > 0, typical, 1.0))  # type: ignore[operator]
     scale = tl.minimum(tl.maximum(scale, TINY), HUGE)
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(out + place, scale, mask=place < size)
@@ -211,7 +211,7 @@ def _geometric(value):
     count = tl.sum(some.to(tl.int32), axis=0)
     usual = some & (logs <= (tl.sum(logs, axis=0) / tl.maximum(count, 1))[None, :] + _LOG_ODD)
     mean = tl.sum(tl.where(usual, logs, 0.0), axis=0) / tl.maximum(tl.sum(usual.to(tl.int32), axis=0), 1)
-    return tl.where(count > 0, tl.exp(mean), 0.0)
+    return tl.where(count > 0, tl.exp(mean), 0.0)  # type: ignore[operator]
 
 
 @triton.jit
