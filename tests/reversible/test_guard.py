@@ -15,7 +15,7 @@ from torch import nn
 
 from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
-from bilip.errors import DriftError
+from bilip.errors import CheckpointError, DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of, scales
 from bilip.reversible.function import hold
@@ -1005,3 +1005,38 @@ def test_calls_made_while_resting_are_recomputed():
         model.zero_grad()
         (model(x[0]).square().sum() + model(x[1]).square().sum()).backward()
         assert angle(found, [p.grad for p in model.parameters()]) < 1e-2
+
+
+class Centred(nn.Module):
+    """A net that looks at the whole batch, and is no BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden - hidden.mean(0))
+
+
+def test_a_spot_check_of_nets_that_look_at_the_whole_batch(recwarn):
+    torch.manual_seed(0)
+    parts = [blocks.AffineCoupling(Centred(), partition=blocks.Split(swap=k % 2 == 1)) for k in range(4)]
+    model, x = Chain(*parts), torch.randn(32, 4)
+    guarded = Reversible(model, Guard(spot_check=2))
+    for _ in range(4):
+        assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-4
+    report = guarded.report()
+    assert (report.spot_checks, report.repaired) == (2, 0)
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": 10**30}, {"steps": math.inf}, {"drift": [1]}, {"anchors": [[0, 1e999, 1, "x"]]}]
+)
+def test_what_is_no_state_of_a_guard_is_refused(wrong):
+    guarded = Reversible(planted(1.0)[0])
+    before = guarded.guard_state()
+    with pytest.raises(CheckpointError, match="not the state of a guard"):
+        guarded.load_guard_state({**before, **wrong})
+    assert str(guarded.guard_state()) == str(before)
