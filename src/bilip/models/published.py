@@ -274,7 +274,7 @@ def import_residual_flow(
             else:
                 inner = f"{name}fc_module." if f"{name}fc_module.bias" in read.tensors else name
                 bias = read(f"{inner}bias", 1)
-                _require_features(f"{inner}bias", len(bias), now[0])
+                _require_features(f"{inner}bias", len(bias), now[0] if now else 0)
                 chain.append(_actnorm(bias, read(f"{inner}weight", 1)))
         if k < scales[-1]:
             squeeze = Squeeze()
