@@ -19,7 +19,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import BilipError, InputError, Stopped, nearest
+from bilip.errors import BilipError, CheckpointError, InputError, Stopped, nearest
 from bilip.recipes.parts import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
 from bilip.recipes.recipe import SIZES, Line, Recipe, configured, differences
 from bilip.record import environment, read_json, to_plain, write_json
@@ -168,11 +168,15 @@ def reproduce(
     show(name, "drawing the figures", 1.0)
     from bilip.recipes import figures
 
-    files = []
-    for title, figure in recipe.figures(config, found).items():
-        files.append(folder / f"{title}-{size}.png")
-        figures.save(figure, files[-1])
-    lines = recipe.lines(config, found)
+    try:
+        drawn, lines = recipe.figures(config, found), recipe.lines(config, found)
+    except KeyError as error:
+        raise CheckpointError(
+            f"a part of size {size} in {folder} has no {error}: another bilip wrote it, or it is damaged. Measure it again, or delete it."
+        ) from error
+    files = [folder / f"{title}-{size}.png" for title in drawn]
+    for file, figure in zip(files, drawn.values(), strict=True):
+        figures.save(figure, file)
     every = [facts for parts in about.values() for facts in parts.values()]
     document["runs"][size] = {
         "command": _command(name, size, seeds, device, devices, changes, collect=recipe.partial),
