@@ -196,6 +196,9 @@ def test_too_many_in_a_row_end_training(steps, tmp_path):
         train(task, skipping(), tmp_path, progress=silent)
     assert caught.value.step == 9
     assert read_state(tmp_path / "last.safetensors")[1]["step"] == 8
+    again = make_broken_task(broken=(1, 2, 6, 7, 8, 9))
+    with pytest.raises(TrainingDiverged, match=said):  # resumed in between, it ends the same
+        train(again, skipping(), tmp_path, progress=silent)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_block(steps, tmp_path):
