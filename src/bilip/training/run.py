@@ -203,7 +203,9 @@ class Run:
             )
         if self.settings.skip is not None and self.skipped_in_a_row > self.settings.skip:
             broken = [
-                name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+                name
+                for name, p in model.named_parameters()
+                if p.grad is not None and not bool(p.grad.norm().isfinite())
             ]
             where = (
                 f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
