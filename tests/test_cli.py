@@ -40,6 +40,19 @@ def residual():
 def conditional():
     return bilip.Flow(models.real_nvp(4, blocks=2, hidden=(8,), context=2, scale="half_sigmoid"))
 
+def lazy():
+    return bilip.Chain(blocks.AdditiveCoupling(nn.LazyLinear(2)), shape=(4,))
+
+def deep():
+    model = bare()
+    for _ in range(2000):
+        model = bilip.Chain(model)
+    return model
+
+def inferred():
+    with torch.inference_mode():
+        return additive()
+
 class Lossy(bilip.Bijection):
     def forward(self, x, context=None):
         return x
@@ -279,6 +292,8 @@ BAD = [
     ("report: wrong", ["report", "wrong.json"], "is not a whole audit record"),
     ("report: html", ["report", "good.json", "--html", "nowhere/run.html"], "the folder nowhere does not exist"),
     ("compare", ["compare", "good.json", "newer.json"], "newer.json has schema 3"),
+    ("lazy", of("lazy"), "take their shape from the first batch"),
+    ("bounds: deep", ["bounds", "cli_targets:deep"], "nested too deeply, or in itself"),
     ("bounds: global", ["bounds", "cli_targets:affine"], "no Lipschitz constant that holds on all of space"),
     ("bounds: box", ["bounds", "cli_targets:affine", "--box", "4", "-4"], "Swap the two"),
     ("bounds: formula", ["bounds", "cli_targets:affine", "--formula", "best"], "'sharp', 'paper'"),
@@ -552,6 +567,10 @@ def test_global_bounds_of_a_function_and_of_a_checkpoint(bilip_, target, kind, c
     assert "total F" in out
 
 
+def test_bounds_of_a_model_made_in_inference_mode(bilip_):
+    assert bilip_("bounds", "cli_targets:inferred")[0] == 0
+
+
 def test_boxes_formulas_and_json(bilip_, folder):
     code, _, err = bilip_("bounds", "cli_targets:affine", "--box", "-4", "4", "--formula", "paper", "--out", "b.json")
     assert code == 0, err
@@ -595,6 +614,19 @@ def test_help_and_report_start_without_torch(made, args):
     result = subprocess.run([sys.executable, "-c", code, *args], cwd=made, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["report", "good.json"], ["bounds", "cli_targets:additive", "--box", "-1", "1"]]
+)
+@pytest.mark.process
+def test_a_terminal_without_all_letters(made, args, encoding):
+    """As of a cron job, or of a Windows console: what it cannot show is replaced."""
+    run, environment = [sys.executable, "-m", "bilip", *args], {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(run, cwd=made, capture_output=True, env=environment)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.decode(encoding)
 
 
 @pytest.mark.process

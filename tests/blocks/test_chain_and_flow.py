@@ -313,3 +313,18 @@ def test_conditional_flow():
 def test_bad_input(call, says):
     with pytest.raises(InputError, match=says):
         call()
+
+
+def test_blocks_that_are_replaced_or_added_later_count():
+    """The log-determinant of a chain inside another one was left out where its blocks had none when it was built."""
+    inner = Chain(*(blocks.AdditiveCoupling(MLP(2, 2)) for _ in range(2)))
+    outer, x = Chain(inner, blocks.Permutation.reverse(4), shape=(4,)), torch.randn(3, 4)
+    assert (outer.volume_preserving, outer.closed_form) == (True, True)
+    inner.blocks[1] = blocks.DiagonalScaling(torch.tensor([2.0, 3.0, 4.0, 5.0]))
+    inner.blocks.append(blocks.DiagonalScaling(torch.full((4,), 0.5)))
+    expected = torch.full((3,), math.log(120 / 16))
+    for f in (outer, Invert(Invert(outer)), Reversible(outer)):
+        assert torch.allclose(f.forward_and_log_det(x)[1], expected)
+        assert torch.allclose(f.inverse_and_log_det(x)[1], -expected)
+    inner.blocks[0] = blocks.Residual(MLP(4, 4, lipschitz=0.5))
+    assert not outer.closed_form

@@ -458,3 +458,26 @@ def test_implicit_gradients_under_functional_call():
 @pytest.mark.numeric
 def test_the_inverse_of_an_empty_batch():
     assert blocks.Residual(MLP(2, 2, lipschitz=0.8)).eval().inverse(torch.zeros(0, 2)).shape == (0, 2)
+
+
+def test_inverse_with_weights_that_torch_caches():
+    """`parametrize.cached` gives a copy of a layer the weights of the layer itself, in their dtype, and keeps them without their graph."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm
+    layers = nn.Sequential(normed(nn.Linear(2, 8)), nn.Tanh(), normed(nn.Linear(8, 2)))
+    with torch.no_grad():
+        for layer in (layers[0], layers[2]):
+            layer.parametrizations.weight.original0.mul_(0.3)
+    block, z = Residual(Declared(layers, lipschitz=0.9)), torch.randn(5, 2)
+
+    def gradients():
+        block.zero_grad()
+        x, log_det = block.inverse_and_log_det(z)
+        (x.square().sum() + log_det.sum()).backward()
+        return [p.grad.clone() for p in block.parameters() if p.grad is not None]
+
+    expected = gradients()
+    with nn.utils.parametrize.cached():
+        found = gradients()
+    assert len(found) == len(expected) == 6
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))

@@ -1,6 +1,7 @@
 """The recipes on faces at a size of seconds, on images that are written here."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,9 @@ from bilip import Flow, models
 from bilip.blocks import AffineCoupling, Chain, Checkerboard, DiagonalScaling, Logit, Residual
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID
 from bilip.errors import CheckpointError, DataNotFound, InputError
-from bilip.recipes import configured, dequantization_attack, face_flows, reproduce
+from bilip.recipes import celeba_samples, configured, dequantization_attack, face_flows, reproduce
 from bilip.recipes.dequantization_attack import RECIPE, Looks, attack_coupling
+from bilip.recipes.parts import kept
 from bilip.recipes.recipe import Topic, Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
@@ -87,6 +89,25 @@ def test_samples_are_taken_from_the_attacked_flows(measured, data, monkeypatch):
     assert {path.name for path in outcome.figures} == {
         f"{name}-quick.png" for name in ("along", "samples-affine", "samples-modified")
     }
+
+
+def test_numbers_are_collected_without_the_pictures_of_people(measured, tmp_path):
+    """Pictures have files of their own; without them figures that show nobody are drawn anew, the others stay as they were."""
+    folder, outcome = measured
+    copy = shutil.copytree(folder, tmp_path / "dequantization_attack", ignore=shutil.ignore_patterns("pieces"))
+    apart = sorted(copy.glob("parts/*.pictures.json"))
+    assert len(apart) == 3
+    for path in apart:
+        path.unlink()
+    assert not any(isinstance(a, dict) for p in copy.glob("parts/*.json") for a in read_json(p)["arrays"].values())
+    before = (copy / "panels-affine-quick.png").read_bytes()
+    again = reproduce("dequantization_attack", out=copy, changes=CHANGES, collect=True)
+    assert again.lines == outcome.lines
+    assert {path.name for path in again.figures} == {path.name for path in outcome.figures}
+    assert (copy / "panels-affine-quick.png").read_bytes() == before
+    samples = celeba_samples.RECIPE
+    found, _ = kept(copy / "parts", "quick", RECIPE)
+    assert set(samples.figures(face_flows.Config(), found)) == {"along"}
 
 
 @pytest.mark.parametrize("part", ["affine", pytest.param("residual", marks=pytest.mark.slow)])

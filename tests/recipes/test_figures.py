@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -463,6 +464,21 @@ def test_broken_pixels_are_cyan_and_rows_are_named():
     assert len(figure.legends) == 1
     whole = figures.reconstructions({"set": (images, 0 * broken)})
     assert not whole.legends
+
+
+@pytest.mark.parametrize(
+    "title", ["affine, Flow-GAN, scale + 0.01", "a set whose name is much longer than its panel is wide"]
+)
+def test_titles_of_several_lines_do_not_cover_the_panels_above(title):
+    images, broken = np.zeros((8, 2, 32, 32, 3), np.uint8), np.ones((8, 2, 32, 32), np.uint8)
+    titles = [*(f"set {k}" for k in range(7)), title]
+    groups = dict.fromkeys(titles, (images, broken))
+    figure = figures.reconstructions(groups, notes=dict.fromkeys(titles, "a note"), rows="")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    above, below = figure.axes[3], figure.axes[7]
+    assert "\n" in below.get_title()
+    gap = above.get_window_extent(renderer).y0 - below.title.get_window_extent(renderer).y1
+    assert gap > 0.02 * figure.dpi
 
 
 @pytest.mark.parametrize("step", ["write_bytes", "replace"])

@@ -179,7 +179,7 @@ def test_seeds_with_other_parts_have_a_command_of_their_own(page):
     assert (
         "bilip reproduce cifar10_classifier --size gpu --seeds 1 --parts affine-conv1x1-nf,affine-conv1x1-none<" in page
     )
-    assert "--size gpu --seeds 0,1" not in page
+    assert "cifar10_classifier --size gpu --seeds 0,1" not in page
 
 
 def test_a_status_without_the_results_behind_it_is_marked(small, page):

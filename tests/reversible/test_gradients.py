@@ -499,3 +499,24 @@ def test_replayed_gradients_and_the_flag(name, device, monkeypatch):
             gradients()
         assert apart() < 1e-3
     assert saving.report().repaired == 1
+
+
+@pytest.mark.parametrize("name", ["real_nvp", "glow"])
+def test_many_gradients_at_once(name):
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=3) if name == "real_nvp" else models.glow((2, 4, 4), levels=1, blocks=2, hidden=4)
+    x = torch.randn(2, 4) if name == "real_nvp" else torch.randn(2, 2, 4, 4)
+    z = model(x).detach()  # starts ActNorm
+    saving = Reversible(model)
+    for f, plain, given in ((saving, model, x), (saving.inverse, model.inverse, z)):
+        expected = torch.autograd.functional.jacobian(plain, given)
+        found = torch.autograd.functional.jacobian(f, given, vectorize=True)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    y = x.clone().requires_grad_()
+    inputs, found = [y, *model.parameters()], []
+    for f in (model, saving):
+        z, log_det = f.forward_and_log_det(y)
+        grads = (torch.ones(3, *z.shape), torch.arange(6.0).view(3, 2))
+        found.append(torch.autograd.grad((z, log_det), inputs, grads, is_grads_batched=True, allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, atol=1e-4)

@@ -15,9 +15,9 @@ from torch import nn
 
 from bilip import Chain, blocks, models, nets
 from bilip.blocks import Bijection
-from bilip.errors import DriftError
+from bilip.errors import CheckpointError, DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, angle, call
-from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
+from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of, scales
 from bilip.reversible.function import hold
 from bilip.reversible.guard import APART, REST, Drift, anchors_for
 from bilip.reversible.reversible import make_units
@@ -353,6 +353,37 @@ def test_equal_drifts_of_two_coordinates_do_not_cancel(size):
     assert float((found < 0.05).double().mean()) < 0.02
 
 
+class Homogeneous(nn.Module):
+    """A net whose outputs are as large as its inputs, with a fixed raw scale."""
+
+    def __init__(self, size, raw):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False)
+        self.size, self.raw = size, raw
+
+    def forward(self, x):
+        shift = self.size * self.second(torch.tanh(self.first(x / self.size)))
+        return torch.cat((shift, torch.full_like(shift, self.raw)), 1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-60, 1e-120, 1e-200, 1e100])
+def test_drift_of_states_of_any_size_is_seen(size):
+    torch.manual_seed(0)
+    nets = [Homogeneous(size, -37.0 if k in (2, 3) else 0.0) for k in range(8)]
+    parts = [
+        blocks.AffineCoupling(net, scale="exp", partition=blocks.Split(swap=k % 2 == 1)) for k, net in enumerate(nets)
+    ]
+    model = Chain(*parts).double()
+    x = size * torch.randn(16, 4, dtype=torch.float64)
+
+    def loss(f, x):
+        return (f(x) / size).square().sum()
+
+    stored = gradient(model, model, x, loss)
+    assert off(gradient(Reversible(model, guard=None), model, x, loss), stored) > 1e-3
+    assert off(gradient(Reversible(model), model, x, loss), stored) < 1e-9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("outlier", [1.0, 1e5, 1e12, 1e25])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e12])
@@ -363,6 +394,42 @@ def test_an_outlier_in_the_batch_hides_nothing(outlier, scale, dtype):
     y[5] *= 1 + 100 * TOLERANCE
     taken = [print_of(x, step) for step in range(8)]
     assert float(drifts_of(taken, [one.again(y) for one in taken]).max()) > 5 * TOLERANCE
+
+
+ROWS = [(4, 1), (8, 1), (16, 1), (64, 6), (256, 25)]  # samples, and how many of them a loss leaves out
+
+
+def left_out(rows, count):
+    chosen = torch.zeros(rows, dtype=torch.bool)
+    chosen[rows // 2 :: max(1, rows // (2 * count))][:count] = True
+    return chosen
+
+
+@pytest.mark.parametrize(("rows", "count"), ROWS)
+@pytest.mark.parametrize("outlier", [1e4, 1e10, 1e20, 1e30])
+def test_outliers_leave_the_scales_of_coordinates(rows, count, outlier):
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    moved = (scales(x.masked_fill(left_out(rows, count)[:, None], outlier)) / scales(x)).log().mean().exp()
+    assert 0.5 < float(moved) < 20
+
+
+@pytest.mark.parametrize(("rows", "count"), ROWS)
+@pytest.mark.parametrize("sigma", [1e-5, 1e-6, 1e-7])
+def test_samples_that_the_loss_leaves_out_hide_nothing(rows, count, sigma):
+    """Rows that stand for missing data, say: they may be as large as they like, and most of the differences in a small batch."""
+    torch.manual_seed(0)
+    model = models.real_nvp(4, blocks=6, hidden=(16,), activation="tanh")
+    squash(model[2], sigma)
+    ignored = left_out(rows, count)
+    x = torch.randn(rows, 4).masked_fill(ignored[:, None], 1e30)
+
+    def loss(f, x):
+        z, log_det = f.forward_and_log_det(x)
+        return (z.square().sum(1) / 2 - log_det)[~ignored].mean()
+
+    guarded, stored = Reversible(model), gradient(model, model, x, loss)
+    for _ in range(2):
+        assert off(gradient(guarded, model, x, loss), stored) < 1e-3
 
 
 @pytest.mark.parametrize("large", [1e2, 1e5, 1e7, 1e10])
@@ -938,3 +1005,38 @@ def test_calls_made_while_resting_are_recomputed():
         model.zero_grad()
         (model(x[0]).square().sum() + model(x[1]).square().sum()).backward()
         assert angle(found, [p.grad for p in model.parameters()]) < 1e-2
+
+
+class Centred(nn.Module):
+    """A net that looks at the whole batch, and is no BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden - hidden.mean(0))
+
+
+def test_a_spot_check_of_nets_that_look_at_the_whole_batch(recwarn):
+    torch.manual_seed(0)
+    parts = [blocks.AffineCoupling(Centred(), partition=blocks.Split(swap=k % 2 == 1)) for k in range(4)]
+    model, x = Chain(*parts), torch.randn(32, 4)
+    guarded = Reversible(model, Guard(spot_check=2))
+    for _ in range(4):
+        assert off(gradient(guarded, model, x), gradient(model, model, x)) < 1e-4
+    report = guarded.report()
+    assert (report.spot_checks, report.repaired) == (2, 0)
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": 10**30}, {"steps": math.inf}, {"drift": [1]}, {"anchors": [[0, 1e999, 1, "x"]]}]
+)
+def test_what_is_no_state_of_a_guard_is_refused(wrong):
+    guarded = Reversible(planted(1.0)[0])
+    before = guarded.guard_state()
+    with pytest.raises(CheckpointError, match="not the state of a guard"):
+        guarded.load_guard_state({**before, **wrong})
+    assert str(guarded.guard_state()) == str(before)

@@ -180,3 +180,53 @@ def test_a_frozen_parameter_changed_in_place_is_noticed():
     frozen.mul_(1.003)
     with pytest.raises(DriftError, match="changed in place"):
         loss.backward()
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.register_buffer("temperature", torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.net(self.temperature * x)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_buffer_replaced_by_another_is_noticed(place):
+    """In the first block too, whose input is known, so that no drift tells; after the first call nothing else does."""
+    model, x = stacked(Tempered), torch.randn(32, 4)
+    saving, net = Reversible(model), model[place].t
+
+    def replace():
+        net.temperature = 3 * net.temperature
+
+    gradients(model, saving, x)
+    with pytest.raises(DriftError, match=f"'blocks.{place}.t.temperature' was replaced"):
+        gradients(model, saving, x, between=replace)
+    with pytest.raises(DriftError, match="was replaced"):  # lent for one call
+        buffers = {f"bijection.blocks.{place}.t.temperature": torch.tensor(2.0)}
+        torch.func.functional_call(saving, buffers, (x,)).sum().backward()
+    assert angle(gradients(model, model, x), gradients(model, saving, x)) < 1e-4
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("memory", ["reversible", "checkpoint"])
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_weights_that_torch_caches_get_their_gradient(normed, memory):
+    """What `parametrize.cached` keeps of a pass without a graph has none."""
+
+    def net():
+        return nn.Sequential(normed(nn.Linear(2, 8)), nn.Tanh(), normed(nn.Linear(8, 4)))
+
+    model, x = stacked(net).double(), torch.randn(32, 4, dtype=torch.float64)
+    saving, stored = Reversible(model, memory=memory), gradients(model, model, x)
+    for _ in range(2):
+        with nn.utils.parametrize.cached():
+            assert angle(stored, gradients(model, saving, x)) < 1e-8
+    with nn.utils.parametrize.cached():
+        y = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(saving(y).square().sum(), y, create_graph=True)
+        first.square().sum().backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in model[0].t.parameters() if p.ndim > 1)

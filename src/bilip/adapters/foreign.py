@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain, Flow
@@ -280,6 +281,11 @@ def reference(module: nn.Module) -> Tensor:
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     sizes: dict[torch.dtype, int] = {}
     for t in tensors:
+        if is_lazy(t):
+            raise NotInitialized(
+                f"{type(module).__name__} has parameters that take their shape from the first batch (nn.LazyLinear and its kind). Pass one "
+                "through the model first: model(x)."
+            )
         sizes[t.dtype] = sizes.get(t.dtype, 0) + t.numel()
     return max(tensors, key=lambda t: (sizes[t.dtype], t.numel()), default=torch.empty(()))
 

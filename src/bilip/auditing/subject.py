@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bilip._torch import Replayed, can_record, dtype_name, half_digits, has_room
 from bilip.adapters import Adapted, Base, adapt
+from bilip.adapters.foreign import reference
 from bilip.auditing.float32 import switches
 from bilip.blocks import Bijection, Flow
 from bilip.errors import BilipError, InputError, NotConverged, NotMeasured, SolverFailed, said_by
@@ -107,10 +108,7 @@ class Subject:
         return recorded[self, "dtype"]
 
     def _counted_dtype(self) -> torch.dtype:
-        sizes: dict[torch.dtype, int] = {}
-        for value in self._tensors():
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
-        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
+        return reference(self.bijection).dtype
 
     @property
     def device(self) -> torch.device:

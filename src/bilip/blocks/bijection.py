@@ -306,6 +306,7 @@ class Bijection(nn.Module):
                         "Remove what changes it, or state the bounds of the changed map in a class of your own."
                     )
 
+    @torch.no_grad()
     def _require_finite(self) -> None:
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if (odd := odd_tensor(value)) is not None:

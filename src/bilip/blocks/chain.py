@@ -24,6 +24,16 @@ from bilip.nets.spectral import Held, held_layers, held_together
 __all__ = ["Chain"]
 
 
+class _OfAll:
+    """A fact about a chain that holds if it holds of every block: looked up at each use, since blocks may be replaced and added."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, chain: Chain | None, kind: type | None = None) -> bool:
+        return getattr(Bijection, self.name) if chain is None else all(getattr(block, self.name) for block in chain)
+
+
 class Chain(Directed, Composite):
     r"""The composition $F = F_n \circ \dots \circ F_1$; slicing gives sub-chains that share the blocks.
 
@@ -46,6 +56,9 @@ class Chain(Directed, Composite):
         1
     """
 
+    volume_preserving: bool = _OfAll()  # type: ignore[assignment]
+    closed_form: bool = _OfAll()  # type: ignore[assignment]
+
     def __init__(self, *blocks: Bijection, shape: Sequence[int] | None = None) -> None:
         super().__init__()
         for k, block in enumerate(blocks):
@@ -58,8 +71,6 @@ class Chain(Directed, Composite):
         if shape is not None:
             self.shape = tuple(int(n) for n in shape)
             self.latent_shape = self.out_shape(self.shape)
-        self.volume_preserving = all(block.volume_preserving for block in blocks)
-        self.closed_form = all(block.closed_form for block in blocks)
         self._caches: dict[tuple[object, ...], EvalCache] = {}
 
     def __iter__(self) -> Iterator[Bijection]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from typing import Any
@@ -11,6 +12,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; an error is one line, with the exit codes that `docs/cli.md` lists."""
+    # In ASCII, or a code page, what there is no letter for is replaced.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         from bilip.cli.app import app
     except ImportError as error:

@@ -67,6 +67,8 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return f"{error.filename or 'the system says'}: {error.strerror or error}", 2
     if isinstance(error, SystemExit):  # no verb ends in this way
         return f"the model ended the program ({said_by(error)}). Remove the call of sys.exit", 2
+    if isinstance(error, RecursionError):
+        return f"the model, or a file, is nested too deeply, or in itself ({said_by(error)})", 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error) or type(error).__name__})", 2
     return f"{said_by(error)}. Nobody foresaw this: --traceback shows where it comes from", FAULT

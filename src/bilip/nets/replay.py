@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bilip._torch import capturing
 
@@ -25,6 +26,7 @@ __all__ = [
     "hooks_wait",
     "leaves_behind",
     "modes_again",
+    "uncached",
     "versions_of",
 ]
 
@@ -236,6 +238,19 @@ def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, mode in changed:
             module.training = mode
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Inside, `torch.nn.utils.parametrize.cached` does nothing: a weight that is kept while no gradients are recorded has none later, and
+    copies of a layer are given what is kept of the layer itself.
+    """
+    before: int = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ class CelebaSamples(Borrowed):
         "which turns Inf into 0 or 1; the paper shows what is NaN after it.",
     )
     lender = dequantization_attack.RECIPE
+    pictures_apart = True
     numbers = ("steps", "bits", "side", "images", "model", "diverged", "samples", "test_bits")
     arrays = (*ROWS, *(f"{name}_broken" for name in ROWS))
     arrays += ("log_step", "log_samples_lost", "log_pixels_lost", "log_test_bits")
@@ -67,7 +68,7 @@ class CelebaSamples(Borrowed):
                 panels[panel] = curves
         drawn["along"] = figures.curves(panels, xlabel="step", linear=list(panels))
         for part, m in next(iter(found.values()), {}).items():
-            if not m.numbers["diverged"]:
+            if not m.numbers["diverged"] and "data" in m.arrays:
                 rows = {title: (m.arrays[name], m.arrays[f"{name}_broken"]) for name, title in ROWS.items()}
                 if not rows[ROWS["lost"]][1].any():
                     del rows[ROWS["lost"]]

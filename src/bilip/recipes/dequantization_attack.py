@@ -44,7 +44,7 @@ class DequantizationAttack(Recipe):
     sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "minutes on two cores; the residual flow takes most of it",
-        "gpu": "a quarter of an hour of one H200 with --jobs 3 under CUDA's MPS, an estimate",
+        "gpu": "a quarter of an hour on one H200, three flows side by side under CUDA's MPS, and other runs beside them",
         "paper": "90,000 steps of three flows; days on one GPU; not timed yet",
     }
     matched = (
@@ -64,6 +64,7 @@ class DequantizationAttack(Recipe):
         "Inf before the sigmoid that ends the inverse is not Inf after it: an error above 1 counts as broken, as NaN does.",
     )
     partial = True
+    pictures_apart = True
 
     def parts(self, config: Config) -> Sequence[str]:
         return PARTS

@@ -113,7 +113,7 @@ class FlowGan(Recipe):
     sizes: Mapping[str, Config] = sizes_of(Config)
     cost: Mapping[str, str] = {
         "quick": "6 minutes of one core, half of that on two",
-        "gpu": "6,000 steps of ten generators; about a quarter of an hour on one H200 with --jobs 8 under CUDA's MPS, an estimate",
+        "gpu": "6,000 steps of ten generators; 5 to 16 minutes each on one H200 under CUDA's MPS, six to nine processes side by side",
         "paper": "50,000 steps, a number the paper does not state; hours on one GPU; not timed yet",
     }
     matched = (

@@ -43,6 +43,7 @@ KINDS: Mapping[str, Any] = {  # of what stands in a part's file
     "seconds": (int, float),
 }
 MOST = 2**28  # bytes of one array in a part's file
+PICTURES = ".pictures.json"  # how the file with the pictures of a part ends, where they are apart
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,22 @@ def loaded(folders: Mapping[tuple[str, int], Path]) -> tuple[dict[int, dict[str,
     return found, about
 
 
-def keep(folder: Path, path: Path) -> None:
-    """Write what a finished folder holds as one small file, which can be collected without the folder; nothing if it is not finished."""
+def keep(folder: Path, path: Path, *, apart: bool = False) -> None:
+    """Write what a finished folder holds as one small file, which can be collected without the folder; nothing if it is not finished.
+
+    Pictures can be kept `apart`, in a file beside that one: what shows people can then be left out where parts are published.
+    """
     if not (folder / "measured.json").exists():
         return
     facts, arrays = read_json(folder / "measured.json"), Measured.load(folder).arrays
     path.parent.mkdir(parents=True, exist_ok=True)
     part = {"part": folder.name, "seed": int(folder.parent.name.removeprefix("seed"))}
-    write_json(path, facts | part | {"arrays": {name: _written(value) for name, value in arrays.items()}})
+    written = {name: _written(value) for name, value in arrays.items()}
+    pictures = {name: value for name, value in written.items() if apart and isinstance(value, dict)}
+    if pictures:
+        write_json(path.with_suffix(PICTURES), {"recipe": facts["recipe"], "arrays": pictures})
+    facts |= part | {"arrays": {name: value for name, value in written.items() if name not in pictures}}
+    write_json(path, facts)
 
 
 def _written(value: np.ndarray) -> Any:
@@ -168,6 +177,8 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
     found: dict[int, dict[str, Measured]] = {}
     about: About = {}
     for path in sorted(folder.glob(f"{size}-seed*.json")):
+        if path.name.endswith(PICTURES):
+            continue
         try:
             facts = read_json(path)
             if facts["recipe"] != recipe.name or facts["schema"] != SCHEMA:
@@ -177,7 +188,9 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
             for key, kind in KINDS.items():
                 if not isinstance(facts[key], kind):
                     raise TypeError(f"{key} is {facts[key]!r:.40}")
-            arrays = {name: _read(value) for name, value in facts["arrays"].items()}
+            beside = path.with_suffix(PICTURES)
+            pictures = read_json(beside)["arrays"] if beside.exists() else {}
+            arrays = {name: _read(value) for name, value in (facts["arrays"] | pictures).items()}
             seed, part = facts["seed"], facts["part"]
             if path.name != f"{size}-seed{seed}-{part}.json":
                 raise ValueError(f"it is {part}, seed {seed}: expected that in its name")

@@ -248,6 +248,8 @@ class Recipe(ABC):
         corrected: What is done otherwise than in the original code, and why.
         partial: Whether `lines` and `figures` can do with some of the parts, which then come in as they are measured, whatever the
             machine and the day.
+        pictures_apart: Whether the pictures of a part, of people, have a file of their own beside its numbers, so that these can be
+            published without them.
         named: From the name of a part to the run that it describes, with an `InputError` for a name that describes none; `None` where
             `parts` lists all that there are.
     """
@@ -260,6 +262,7 @@ class Recipe(ABC):
     matched: Sequence[str] = ()
     corrected: Sequence[str] = ()
     partial: bool = False
+    pictures_apart: bool = False
     named: Callable[[str], object] | None = None
 
     @abstractmethod

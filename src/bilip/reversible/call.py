@@ -26,6 +26,7 @@ from bilip.nets.replay import (
     draws_numbers,
     frozen_statistics,
     modes_again,
+    uncached,
     versions_of,
 )
 from bilip.nets.spectral import again, held_layers, held_now, held_together
@@ -105,7 +106,8 @@ class Call:
         own = False
         self.drawn[-1] = drawn_now()
         nets = [net for unit in self.units if (net := iterated(unit.block)) is not None]
-        with self.matrices, one_draw(), held_together(layer for net in nets for layer in held_layers(net)):
+        held = held_together(layer for net in nets for layer in held_layers(net))
+        with self.matrices, one_draw(), held, uncached():
             self.held = held_now(self.bijection)
             for k, unit in enumerate(self.units):
                 self.drawn[k] = drawn_now()
@@ -180,7 +182,7 @@ class Call:
     def backward(self, back: Backward) -> tuple[Tensor, Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
         self._require_unchanged()
-        with self.matrices, modes_again(self.modes):
+        with self.matrices, modes_again(self.modes), uncached():
             return self._backward(back)
 
     def stored(self, x: Tensor, context: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -194,6 +196,7 @@ class Call:
         self._require_unchanged()
         with (
             modes_again(self.modes),
+            uncached(),
             self.seeds.again(-1),
             drawn_again(self.drawn[-1]),
             again(self.held),
@@ -365,7 +368,13 @@ class Call:
         together = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.bijection.modules())
         few = back if any(self.draws) or together or self.outside else back.rows(8)
         signs = Signs()
-        g_true, true = self._recompute(few, record=signs)
+        try:
+            g_true, true = self._recompute(few, record=signs)
+        except (
+            DriftError
+        ):  # of all samples it raises where the network has changed; of a few, also where nets look at the whole batch
+            few, signs = back, Signs()
+            g_true, true = self._recompute(few, record=signs)
 
         def off(replay: Signs | None) -> float:
             g_walked, walked, _ = self._walk(few, watched=False, signs=replay)
@@ -423,18 +432,20 @@ class Call:
 
     def _require_unchanged(self) -> None:
         """Trainable parameters are watched by autograd; frozen ones, buffers and swaps are watched here."""
-        now = dict(self.bijection.named_parameters())
+        now: dict[str, Tensor] = dict(self.bijection.named_parameters())
         known = {id(p) for p in self.parameters} | {id(tensor) for tensor, _ in self.versions.values()}
         if any(id(p) not in known and not p.is_inference() for p in now.values()):
             raise DriftError(
                 "the parameters of the network are other ones than at the call (torch.func.functional_call, or a new "
                 "parameter): use Reversible(..., memory='stored') there."
             )
+        now.update(self.bijection.named_buffers())
         for name, (tensor, version) in self.versions.items():
-            if tensor._version != version:
+            if tensor._version != version or now.get(name) is not tensor:
+                how = "changed in place" if tensor._version != version else "replaced by another tensor"
                 raise DriftError(
-                    f"{name!r} was changed in place between the call and its backward pass: the activations cannot be "
-                    "recovered. Change it after the backward pass."
+                    f"{name!r} was {how} between the call and its backward pass: the activations cannot be recovered. Change it after "
+                    "the backward pass."
                 )
 
     def _require_same(self, differences: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -490,7 +501,8 @@ class Sum:
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
     """The largest of a sample, relative to its norm; 0 where a state was not finite."""
-    apart, size = (torch.linalg.vector_norm(t.flatten(1).double(), dim=1) for t in (now - before, before))
+    unit = before.double().abs().amax().clamp_min(1e-290)  # squares of tiny numbers, and of huge ones, are no float64
+    apart, size = (torch.linalg.vector_norm(t.flatten(1).double() / unit, dim=1) for t in (now - before, before))
     return torch.where(torch.isfinite(before).all(), (apart / (size + 1e-30)).amax(), 0.0)
 
 

@@ -22,7 +22,8 @@ STEP, BLOCK, ROW, PLACE = 0x1E3779B1, 0x05EBCA6B, 0x1B873593, -0x61C88647  # fac
 FIRST, SECOND, SECOND_OF_A_ROW = 0x7FEB352D, -0x7B935975, 0x046CA68B
 PART = 128  # coordinates of one part of a state: each has sums of its own, so that what drifts alone is not lost in a wide state
 FAR = 32.0  # from so many scales on an entry counts by its own size, of which a scale is at least this part
-TINY, HUGE = 1e-30, 1e30
+LOG_ODD = math.log(1000)  # a size so far above the mean of the logarithms is not typical of a coordinate
+WIDE = 8.0  # sizes of a coordinate that its spread counts up to
 
 
 @dataclass(frozen=True)
@@ -112,23 +113,37 @@ class Print:
 def scales(flat: Tensor) -> Tensor:
     """The scale of each coordinate: the geometric mean of how far neighbours in the batch are apart, or 1/32 of their size.
 
-    Zeros do not count, and no single sample, however large, moves a geometric mean by much. A coordinate that is constant has its
-    size for a scale, one that is zero throughout that of some others.
+    Zeros do not count, nor do samples far larger than the others: a loss may leave them out, and what is typical of the others would
+    look like nothing beside them. In a batch of a few samples one of these is in most of the differences, so that a spread counts up
+    to `WIDE` sizes. A coordinate that is constant has its size for a scale, one that is zero throughout that of some others.
     """
     rows = flat[:: max(1, len(flat) // ROWS)][:ROWS].to(wide(flat.dtype))
     size, spread = geometric(rows), geometric(rows[1:] - rows[:-1])
+    spread = torch.minimum(spread, WIDE * size)
     scale = torch.where(spread > 0, torch.maximum(spread, size / FAR), size)
     others = geometric(rows[:, :: max(1, flat.shape[1] // PLACES)][:, :PLACES].reshape(-1, 1))
     others = torch.where(others > 0, others, 1.0)
-    return torch.where(scale > 0, scale, others).clamp(TINY, HUGE)
+    return torch.where(scale > 0, scale, others).clamp(*span(scale.dtype))
+
+
+def span(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest scale: what is divided by it stays a number."""
+    return (1e-270, 1e270) if dtype == torch.float64 else (1e-30, 1e30)
 
 
 def geometric(values: Tensor) -> Tensor:
-    """The geometric mean of the sizes of what is not zero, over the first dimension; 0 where all is."""
+    """The geometric mean of the sizes of what is not zero, over the first dimension; 0 where all is. What is more than a
+    thousand times the geometric mean of all is left out.
+    """
     size = values.abs()
     some = size > 0
-    logs = torch.where(some, size, 1.0).log().sum(0)
-    return torch.where(some.any(0), (logs / some.sum(0).clamp_min(1)).exp(), 0.0)
+    logs = torch.where(some, size, 1.0).log()
+    usual = some & (logs <= _mean(logs, some) + LOG_ODD)
+    return torch.where(some.any(0), _mean(logs, usual).exp(), 0.0)
+
+
+def _mean(values: Tensor, which: Tensor) -> Tensor:
+    return torch.where(which, values, 0.0).sum(0) / which.sum(0).clamp_min(1)
 
 
 def squeezed(flat: Tensor, scale: Tensor) -> Tensor:

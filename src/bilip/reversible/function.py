@@ -82,21 +82,36 @@ class MemorySaving(torch.autograd.Function):
             function = partial(_vjp, call.stored, [k for k, g in enumerate(grads) if g is not None], wanted)
             found = Again.apply(function, len(parameters), 2, x, context, *parameters, *given)
             return None, *found[: len(wanted)]
+        given = [(k, g) for k, g in enumerate(grads) if g is not None]
+        # Many gradients at once (`is_grads_batched`) have numbers that no guard can look at.
+        if any(torch._C._functorch.is_legacy_batchedtensor(g) for _, g in given):  # type: ignore[attr-defined]
+            return None, *_stored(call, given, wanted, x, context, *parameters)
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         grad_log = grads[1] if call.log_det else None
         g_x, result = call.backward(Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1]))
         # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.
         if result.overflowed:
-            given = [(k, g) for k, g in enumerate(grads) if g is not None]
-            x, context = _cut(x), _cut(context)
-            found = _vjp(call.stored, [k for k, _ in given], wanted, x, context, *parameters, *(g for _, g in given))
-            return None, *(None if g is None else g.detach() for g in found[: len(wanted)])
+            found = _stored(call, given, wanted, x, context, *parameters)
+            return None, *(None if g is None else g.detach() for g in found)
         return (
             None,
             g_x.to(x.dtype) if wanted[0] else None,
             result.context if wanted[1] else None,
             *(result.parameters.get(p) for p in (*call.parameters, *call.outside)),
         )
+
+
+def _stored(
+    call: Call,
+    given: Sequence[tuple[int, Tensor]],
+    wanted: Sequence[bool],
+    x: Tensor,
+    context: Any,
+    *parameters: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The gradients without a walk: all is evaluated again with a graph, and differentiated."""
+    places, grads = [k for k, _ in given], [g for _, g in given]
+    return _vjp(call.stored, places, wanted, _cut(x), _cut(context), *parameters, *grads)[: len(wanted)]
 
 
 class Again(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 from bilip.reversible.fingerprint import (
     FAR,
     FIRST,
-    HUGE,
+    LOG_ODD,
     PART,
     PLACE,
     PLACES,
@@ -26,10 +26,11 @@ from bilip.reversible.fingerprint import (
     SECOND,
     SECOND_OF_A_ROW,
     STEP,
-    TINY,
+    WIDE,
     Fingerprint,
     Print,
     norm,
+    span,
     wide,
 )
 
@@ -37,7 +38,7 @@ __all__ = ["couple", "sensitivities", "scales", "sums", "uncouple"]
 
 _STEP, _ROW, _PLACE = (tl.constexpr(n) for n in (STEP, ROW, PLACE))
 _FIRST, _SECOND, _SECOND_OF_A_ROW = (tl.constexpr(n) for n in (FIRST, SECOND, SECOND_OF_A_ROW))
-_FAR, _TINY, _HUGE = (tl.constexpr(n) for n in (FAR, TINY, HUGE))
+_FAR, _LOG_ODD, _WIDE = (tl.constexpr(n) for n in (FAR, LOG_ODD, WIDE))
 _PART = tl.constexpr(PART)
 
 
@@ -60,6 +61,7 @@ def scales(flat: Tensor) -> Tensor:
             ROWS,
             32,
             PLACES,
+            *span(found.dtype),
             num_warps=4,
         )
     return found
@@ -165,7 +167,18 @@ def _launch(kernel: Any, x: Tensor, *args: Any, most: int = 1024) -> None:
 
 @triton.jit
 def _scales(
-    x, out, rows, apart, places, between, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr
+    x,
+    out,
+    rows,
+    apart,
+    places,
+    between,
+    size,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TINY: tl.constexpr,
+    HUGE: tl.constexpr,
 ):
     row = tl.arange(0, ROWS).to(tl.int64)[:, None]
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -173,38 +186,32 @@ def _scales(
     value = tl.load(x + row * apart * size + at, mask=inside, other=0.0).to(out.dtype.element_ty)
     both = inside & (row + 1 < rows)
     after = tl.load(x + (row + 1) * apart * size + at, mask=both, other=0.0).to(out.dtype.element_ty)
-    mean = _mean(_logs(value), _count(value), 0.0)
-    apart_by = tl.where(both, after - value, 0.0)
-    spread = _mean(_logs(apart_by), _count(apart_by), 0.0)
+    mean = _geometric(value)
+    spread = tl.minimum(_geometric(tl.where(both, after - value, 0.0)), _WIDE * mean)
     scale = tl.where(spread > 0, tl.maximum(spread, mean / _FAR), mean)
     # Some are zero throughout: rare, and these logarithms are half of the work.
     if tl.min(scale, axis=0) <= 0:  # type: ignore[operator]
         some = tl.arange(0, PLACES)[None, :]
         other = tl.load(x + row * apart * size + some * between, mask=(row < rows) & (some < places), other=0.0)
         other = other.to(out.dtype.element_ty)
-        scale = tl.where(scale > 0, scale, _mean(tl.sum(_logs(other), axis=0), tl.sum(_count(other), axis=0), 1.0))
-    scale = tl.minimum(tl.maximum(scale, _TINY), _HUGE)
+        typical = tl.max(_geometric(tl.reshape(other, (ROWS * PLACES, 1))), axis=0)
+        scale = tl.where(scale > 0, scale, tl.where(typical > 0, typical, 1.0))  # type: ignore[operator]
+    scale = tl.minimum(tl.maximum(scale, TINY), HUGE)
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(out + place, scale, mask=place < size)
 
 
 @triton.jit
-def _logs(value):
-    """Over the rows: the sum of the logarithms of what is not zero."""
+def _geometric(value):
+    """Over the rows: the geometric mean of the sizes of what is not zero, without what is more than a thousand times that of all;
+    0 where all is.
+    """
     some = tl.abs(value) > 0
-    return tl.sum(tl.where(some, tl.log(tl.where(some, tl.abs(value), 1.0)), 0.0), axis=0)
-
-
-@triton.jit
-def _count(value):
-    """Over the rows: how many are not zero."""
-    return tl.sum((tl.abs(value) > 0).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _mean(total, count, otherwise):
-    """The geometric mean."""
-    return tl.where(count > 0, tl.exp(total / tl.maximum(count, 1)), otherwise)
+    logs = tl.log(tl.where(some, tl.abs(value), 1.0))
+    count = tl.sum(some.to(tl.int32), axis=0)
+    usual = some & (logs <= (tl.sum(logs, axis=0) / tl.maximum(count, 1))[None, :] + _LOG_ODD)
+    mean = tl.sum(tl.where(usual, logs, 0.0), axis=0) / tl.maximum(tl.sum(usual.to(tl.int32), axis=0), 1)
+    return tl.where(count > 0, tl.exp(mean), 0.0)  # type: ignore[operator]
 
 
 @triton.jit

@@ -288,6 +288,7 @@ class Watch:
         real = ("tolerance", "worst_angle", "worst_remaining")
         plain = {name: (float if name in real else int)(state[name]) for name in (*_PLAIN, "count")}
         drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
+        torch.tensor(plain["count"], dtype=torch.int64)  # raises where the counters cannot hold it
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
         for name, value in plain.items():  # nothing is changed before all of it could be read

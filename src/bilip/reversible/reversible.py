@@ -188,7 +188,7 @@ class Reversible(Directed, Wrapped):
             return
         try:
             self._watch.load(state)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"this is not the state of a guard ({type(error).__name__}: {error}).") from error
 
     @property

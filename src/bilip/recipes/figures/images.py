@@ -55,7 +55,9 @@ def reconstructions(
         width = style.DOUBLE * across / ACROSS
         shape = next(iter(mosaics.values())).shape
         height = (width / across - 0.2) * shape[0] / shape[1] + (0.42 if notes else 0.28)
-        figure = Figure(figsize=(width + 0.4, down * height + 0.15), layout="constrained")
+        more = [style.wrap(title, width / across).count("\n") for title in mosaics]  # lines of titles beyond the first
+        more = sum(max(more[k : k + across]) for k in range(0, len(more), across)) * 1.2 * style.TEXT / 72
+        figure = Figure(figsize=(width + 0.4, down * height + more + 0.15), layout="constrained")
         figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr]
         cells = figure.subplots(down, across, squeeze=False).ravel().tolist()
         for cell in cells[len(mosaics) :]:
