@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +243,59 @@ def test_state_dicts_of_something_else_are_refused(change, said):
     change(weights)
     with pytest.raises(CheckpointError, match=said):
         models.import_glow(weights)
+
+
+def unread(name, weights):
+    """Names of tensors after whose change the importer neither reads the rest nor says what is wrong."""
+    make = models.import_glow if name == "glow" else models.import_residual_flow
+    kinds = {re.sub(r"\d+", "0", key): key for key in weights}  # one of each kind
+    for key in kinds.values():
+        value = weights[key]
+        for other in (value.flatten(), value.new_zeros(0), torch.cat((value, value)) if value.ndim else value):
+            if other.shape != value.shape:
+                try:
+                    make({**weights, key: other})
+                except (CheckpointError, InputError):
+                    continue
+                except Exception as error:
+                    yield key, type(error).__name__
+
+
+@pytest.mark.parametrize("name", ["glow", "residual"])
+def test_tensors_of_another_shape_are_refused(name):
+    assert not list(unread(name, recorded(name)[0]))
+
+
+def without_swish(weights):
+    for name in [name for name in weights if name.endswith(".beta")]:
+        del weights[name]
+
+
+def without_logit(weights):
+    moved = {name.replace("transforms.0.chain.1.", "transforms.0.chain.0."): weights[name] for name in weights}
+    weights.clear()
+    weights.update(moved)
+
+
+def with_factor_out(weights):
+    """The second scale has half of the channels that the first one leaves."""
+    first = next(name for name in weights if re.match(r"transforms\.1\.chain\.\d+\.bias", name))
+    weights[first] = weights[first][: len(weights[first]) // 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_swish, "no beta of a Swish"),
+        (without_logit, "expected the logit there"),
+        (with_factor_out, "features, and .* come in"),
+    ],
+)
+def test_residual_flows_that_would_be_read_wrongly_are_refused(change, said):
+    weights, _ = recorded("residual")
+    change(weights)
+    with pytest.raises(CheckpointError, match=said):
+        models.import_residual_flow(weights)
 
 
 def test_other_things_are_refused():

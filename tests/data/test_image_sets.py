@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+import scipy.io
 import torch
 from PIL import Image
 
@@ -61,6 +62,53 @@ def test_binary_batches_and_their_checksums(tmp_path, monkeypatch):
     records.tofile(path)
     with pytest.raises(InputError, match="checksum is another one"):
         image_set("cifar10", "test", tmp_path)
+
+
+def test_a_file_that_is_there_twice_is_no_whole_set(tmp_path, monkeypatch):
+    records = DRAW.integers(0, 10, (6, 3073), dtype=np.uint8)
+    md5 = tuple(hashlib.md5(records[k : k + 2].tobytes()).hexdigest() for k in (0, 2, 4))
+    known = dataclasses.replace(IMAGE_SETS["cifar10"], counts={"train": 6}, md5={"train": md5})
+    monkeypatch.setattr(module, "IMAGE_SETS", {"cifar10": known})
+    monkeypatch.setattr(module, "BATCH", 2)
+    for k in (1, 2, 3):
+        records[2 * k - 2 : 2 * k].tofile(tmp_path / f"data_batch_{k}.bin")
+    assert len(image_set("cifar10", "train", tmp_path)) == 6
+    records[:2].tofile(tmp_path / "data_batch_3.bin")
+    with pytest.raises(InputError, match="there twice"):
+        image_set("cifar10", "train", tmp_path)
+    (tmp_path / "data_batch_2.bin").unlink()
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is False
+
+
+def test_folders_of_some_classes_keep_the_numbers_of_the_set(tmp_path):
+    for name in ("cat", "airplane"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.fromarray(pixels(1)[0]).save(tmp_path / "train" / name / "0.png")
+    prepare_images("cifar10", tmp_path, tmp_path / "to")
+    found = image_set("cifar10", "train", tmp_path / "to")
+    assert [found.classes[k] for k in found.y] == ["airplane", "cat"]
+    (tmp_path / "train" / "cat").rename(tmp_path / "train" / "cats")
+    with pytest.raises(InputError, match="'cats' is no class"):
+        prepare_images("cifar10", tmp_path, tmp_path / "other")
+
+
+@pytest.mark.parametrize("damage", ["flip", "labels", "fractions"])
+def test_damaged_mat_files(tmp_path, damage):
+    digits = DRAW.integers(1, 11, (20, 1)) + {"labels": 20, "fractions": 0.5}.get(damage, 0)
+    path = tmp_path / "test_32x32.mat"
+    scipy.io.savemat(path, {"X": pixels(20).transpose(1, 2, 3, 0), "y": digits}, do_compression=True)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= damage == "flip"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="is not a file of SVHN"):
+        image_set("svhn", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "side"), [("1", 20_000), ("I;16", 40)])
+def test_pictures_that_are_no_bytes_or_fill_the_memory(tmp_path, mode, side):
+    Image.new(mode, (side, side)).save(tmp_path / "0.png")
+    with pytest.raises(InputError, match="0.png"):
+        prepare_images("places", tmp_path, tmp_path / "to")
 
 
 def test_mat_files_of_svhn(tmp_path):

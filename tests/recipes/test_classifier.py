@@ -90,9 +90,22 @@ def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
     with pytest.raises(InputError, match="holds no part of size paper"):
         reproduce("cifar10_classifier", "paper", out=tmp_path, collect=True)
     broken = tmp_path / "parts" / "quick-seed0-affine-conv1x1-none.json"
-    broken.write_text("{}")
-    with pytest.raises(CheckpointError, match="not a part that a recipe wrote"):
+    facts = read_json(broken)
+    copied = broken.with_name("quick-seed7-affine-conv1x1-none.json")
+    copied.write_bytes(broken.read_bytes())
+    with pytest.raises(CheckpointError, match="seed 0: expected that in its name"):
         reproduce("cifar10_classifier", out=tmp_path, collect=True)
+    copied.unlink()
+    less = {"numbers": {key: value for key, value in facts["numbers"].items() if key != "invertible"}}
+    for change, said in (
+        ({"arrays": list(facts["arrays"])}, "not a part that a recipe wrote"),  # as measured.json has it
+        ({"environment": None}, "environment is None"),
+        (less, "has no 'invertible'"),
+        (dict.fromkeys(facts), "not a part that a recipe wrote"),
+    ):
+        broken.write_text(json.dumps(facts | change))
+        with pytest.raises(CheckpointError, match=said):
+            reproduce("cifar10_classifier", out=tmp_path, collect=True)
 
 
 def test_other_data_is_refused(tiny, data, tmp_path):
@@ -312,10 +325,10 @@ def _plain(kind):
     return start
 
 
-def turned(angles, lost):
+def turned(angles, lost, diverged=""):
     steps = np.array([0.0, 10.0, 20.0, 30.0])
     arrays = {"log_step": steps, "log_angle": np.array(angles), "log_angle_lost": np.array(lost)}
-    return Measured({"epochs": 3, "steps": 30}, arrays)
+    return Measured({"epochs": 3, "steps": 30, "diverged": diverged}, arrays)
 
 
 def test_what_is_said_of_angles():
@@ -329,6 +342,15 @@ def test_what_is_said_of_angles():
     assert [line.holds for line in lines] == [True, True, True, False]
     assert lines[1].ours == "up to 1.0e-03, first NaN at epoch 2"
     assert set(gradient_angles.RECIPE.figures(None, found)) == {"introduction", "regularized"}
+
+
+def test_angles_of_runs_that_diverged_or_were_not_measured_hold_nothing():
+    small, lost = [1e-6] * 4, [1e-6, math.nan, math.nan, math.nan]
+    found = {0: {"affine-conv1x1-fd": turned(small, [0.0] * 4, "the loss was nan in step 31")}}
+    found[0]["affine-conv1x1-none"] = turned(lost, [0.0, 1.0, 1.0, 1.0], "the loss was nan in step 11")
+    found[0]["affine-conv1x1-nf"] = turned([math.nan] * 4, [math.nan] * 4)
+    lines = {line.what: line.holds for line in gradient_angles.RECIPE.lines(None, found)}
+    assert lines == {"affine: training": None, "affine, FD: training": None, "affine, NF: mean angle (rad)": False}
 
 
 def test_angles_are_taken_from_the_classifiers_beside(data, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from bilip.errors import CheckpointError, DataNotFound, InputError
 from bilip.recipes import celeba_samples, configured, dequantization_attack, face_flows, reproduce
 from bilip.recipes.dequantization_attack import RECIPE, Looks, attack_coupling
 from bilip.recipes.parts import kept
-from bilip.recipes.recipe import Work
+from bilip.recipes.recipe import Topic, Work
 from bilip.recipes.residual_flows import cut_after, loose_inverse
 from bilip.record import read_json
 from bilip.training import Draw, read_state
@@ -203,7 +203,12 @@ def test_an_exploded_flow_is_broken_in_its_cells_and_its_samples(tiny, data, tmp
     assert all(method["outside_cell"] == 0 for method in attack["methods"].values())
 
 
-def test_the_samples_of_the_worst_look_are_kept(tiny, data, tmp_path):
+def killed(file, **arrays):
+    file.write(b"half of it")
+    raise KeyboardInterrupt
+
+
+def test_the_samples_of_the_worst_look_are_kept_whole(tiny, data, tmp_path, monkeypatch):
     faces, _ = face_flows.load(tiny, Work(tmp_path, data=data))
     looks = Looks(faces, tiny, Work(tmp_path, data=data))
 
@@ -212,10 +217,23 @@ def test_the_samples_of_the_worst_look_are_kept(tiny, data, tmp_path):
 
     assert looks.during(flow(1e-30, 1e-30), 3)["samples_lost"] == 1
     assert looks.during(flow(1.0), 6)["samples_lost"] == 0
+    monkeypatch.setattr(np, "savez", killed)
+    with pytest.raises(KeyboardInterrupt):
+        looks.during(flow(1e-30, 1e-30), 9)
     after = looks.after(flow(1.0))
     found = after.numbers["samples"]
     assert (found["worst_share"], found["worst_step"], found["share_lost"]) == (1, 3, 0)
     assert bool(after.arrays["lost_broken"].all())
+
+
+def test_a_point_whose_condition_number_is_not_known_holds_nothing():
+    finite = {"worst_finite": 1e-6, "non_finite": 0.0, "start_median": 1e-7, "median": 1e-6, "outside_cell": 0}
+    trip = {"median": 1e-6, "worst": 1e-6}
+    attack = {"methods": {"gain": finite, "random": finite}, "iterations": 5, "cut": {"median": 0.1, "worst": 0.5}}
+    attack |= {"cut_converged": trip, "conditions": [10.0, math.nan], "over_prediction": [0.5, math.nan]}
+    lines = []
+    dequantization_attack._add_residual(Topic("r", lines), 1, [{"attack": attack}], {"cut": "", "stable": ""})
+    assert [line.holds for line in lines if "eps cond" in line.what] == [False]
 
 
 def test_batches_are_cells_of_five_bits(tiny, data, tmp_path):

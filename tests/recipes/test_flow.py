@@ -76,6 +76,15 @@ def test_everything_is_measured_and_drawn(measured):
     assert [line.ours for line in outcome.lines if "not there" in line.what] == ["Places, tinyImageNet"]
 
 
+def test_a_log_determinant_that_is_not_known_at_some_point_is_not_right(measured):
+    folder, _ = measured
+    found, _ = kept(folder / "parts", "quick", RECIPE)
+    numbers = found[0]["affine"].numbers
+    numbers["log_det"]["float64"][:] = [1e-12, math.nan]
+    lines = {line.what: line.holds for line in flow_lines(found, RECIPE.paper()) if "log-determinant" in line.what}
+    assert [holds for what, holds in lines.items() if what.startswith("affine")] == [False]
+
+
 def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch):
     folder, _ = measured
 
@@ -101,7 +110,7 @@ def test_the_ood_table_takes_what_the_flows_measured(measured, data, monkeypatch
     assert [line.ours for line in again.lines] == [line.ours for line in outcome.lines]
     monkeypatch.setattr(type(RECIPE), "run", lambda *args: Measured({"trained": True}))
     other = [change.replace("lr=1e-3", "lr=2e-3") for change in CHANGES]
-    with pytest.raises(KeyError):  # another configuration is another run
+    with pytest.raises(CheckpointError, match="has no"):  # another configuration is another run
         reproduce("ood", out=folder.parent / "ood2", changes=other, parts=["affine"], data=data)
 
 

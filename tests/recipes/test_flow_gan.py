@@ -196,6 +196,16 @@ def test_statements_are_judged_by_what_was_measured():
     assert not any(held.values())
 
 
+def test_runs_are_compared_seed_by_seed():
+    good, bad = made(4.0, 1e3, 0.3), made(4.0, 1e3, 0.9)
+    found = {0: {"additive-flowgan": bad}, 1: {"additive-flowgan": good, "additive-mle": made(4.0, 1e3, 0.5)}}
+    lines = {line.what: line for line in gan_lines(found, RECIPE.paper())}
+    better = lines["additive: better samples than MLE alone"]
+    assert (better.ours, better.holds) == ("KID 0.3 ± 0.01 against 0.5 ± 0.01", True)
+    found = {0: {"additive-flowgan": bad}, 1: {"additive-mle": good}}
+    assert not any("better samples" in line.what for line in gan_lines(found, RECIPE.paper()))
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
@@ -289,6 +299,7 @@ def test_samples_that_are_not_finite_are_counted_and_left_out():
 def test_what_parts_mean():
     assert Run.of("affine-flowgan") == Run("affine", "flowgan")
     assert Run.of("additive-gan-plain-small-steps7") == Run("additive", "gan", False, True, steps=7)
+    assert Run.of("additive-gan-steps1000").title == "additive, GAN, 1,000 steps"  # another curve than the usual run's
     assert [RECIPE.has(p, CONFIG) for p in ("affine-gan-eps0.01", "additive-gan-eps0.01", "features")] == [
         True,
         False,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bilip.errors import InputError
-from bilip.recipes.page import STATUSES, read_claims, to_page, write_page
+from bilip.recipes.page import STATUSES, read_claims, results_table, status, to_page, write_page
 from bilip.record import read_json, write_json
 from in_process import command_line
 
@@ -242,18 +242,27 @@ def one_run(**changes):
         (one_run(environment=None), "damaged"),
         (one_run(figures=None), "damaged"),
         (one_run(parts=[]), "damaged"),
+        (one_run(parts={"0": 3}, command="x --collect"), "damaged"),
+        (one_run(figures=[3]), "damaged"),
+        (one_run(other_than_paper=[3]), "damaged"),
+        (one_run(device=3), "damaged"),
+        *((one_run(lines=[LINE | change]), "damaged") for change in ({"what": None}, {"ours": 3}, {"holds": "yes"})),
     ],
 )
 def test_results_that_are_damaged(small, text, said):
     (small / "coupling_depth" / "ours.json").write_text(text)
     with pytest.raises(InputError, match=said):
         to_page(small)
+    assert status("coupling_depth", "gpu", small) == "not run"
+    assert "coupling_depth" not in results_table(small)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"schema": 9}, "reads schema 1"),
+        ({"learned": 3}, "what was learned"),
+        ({"learned": [{"evidence": None}]}, "what was learned"),
         ({"sections": []}, "no sections"),
         ({"sections": {"1": []}}, "a list of sections"),
         ({"sections": ["1"]}, "a list of sections"),

@@ -150,6 +150,7 @@ def tensor(name, change):
         *(put("log", value) for value in (None, [], {"train": -1}, {"train": "x"}, {"train": 10**9}, {"train": True})),
         *(put("sums", value) for value in (None, [3], ["nothing"], {})),
         *(put("summed", value) for value in (None, -1, "x", 3)),
+        *(put("skipped_in_a_row", value) for value in (None, -1, "x")),
         tensor("optimizer.0.exp_avg", lambda t: None),
         tensor("optimizer.0.exp_avg", lambda t: t[:0]),
         tensor("optimizer.0.exp_avg", lambda t: t.to(torch.int64)),

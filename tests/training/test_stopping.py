@@ -142,15 +142,15 @@ class Objective(Likelihood):
         return {**found, "loss": Broken.apply(found["loss"], factor[0])}
 
 
-def make_broken_task(broken=(), far=()):
+def make_broken_task(broken=(), far=(), factor=torch.nan):
     torch.manual_seed(0)
     gone = {seed_of(SEED, step, "data") for step in broken}
     away = {seed_of(SEED, step, "data") for step in far}
 
     def batch(draw):
         x = checkerboard(32, draw("data"))
-        factor = torch.full((32,), torch.nan if draw("data") in gone else 1.0)
-        return x * (1e38 if draw("data") in away else 1.0), factor
+        factors = torch.full((32,), factor if draw("data") in gone else 1.0)
+        return x * (1e38 if draw("data") in away else 1.0), factors
 
     return Task(Flow(models.real_nvp(2, blocks=3, hidden=(8,))), batch, Objective())
 
@@ -196,6 +196,22 @@ def test_too_many_in_a_row_end_training(steps, tmp_path):
         train(task, skipping(), tmp_path, progress=silent)
     assert caught.value.step == 9
     assert read_state(tmp_path / "last.safetensors")[1]["step"] == 8
+    again = make_broken_task(broken=(1, 2, 6, 7, 8, 9))
+    with pytest.raises(TrainingDiverged, match=said):  # resumed in between, it ends the same
+        train(again, skipping(), tmp_path, progress=silent)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_whose_square_overflows_is_skipped_and_counted(clip, tmp_path):
+    task = make_broken_task(broken=(3,), factor=1e25)
+    train(task, skipping(clip=clip), tmp_path, progress=silent)
+    log = read_log(tmp_path, "train")
+    assert [step for step, share in zip(log["step"], log["skipped"], strict=True) if share] == [4]
+    tensors, _ = read_state(tmp_path / "last.safetensors")
+    assert all(bool(value.isfinite().all()) for value in tensors.values())  # nor are Adam's averages lost
+    task = make_broken_task(broken=(3, 4, 5), factor=1e25)
+    with pytest.raises(TrainingDiverged, match=r"in \d+ parameters, going backward first in bijection"):
+        train(task, skipping(clip=clip), tmp_path / "more", progress=silent)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_block(steps, tmp_path):

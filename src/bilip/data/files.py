@@ -304,16 +304,14 @@ class FolderRows(Rows):
     """
 
     def __init__(self, folder: Path) -> None:
-        image = pillow()
+        pillow()  # what is missing is said first
         self.paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not self.paths:
             raise InputError(f"{folder} holds no PNG or JPEG image.")
         size, grey = (0, 0), True
         for path in self.paths:
-            with _open_image(image, path) as file:
+            with open_image(path) as file:
                 found, mode = file.size, file.mode
-            if mode not in GREY + COLOUR:
-                raise InputError(f"{path} has pixels of kind {mode!r}: expected 8 bits a channel. Convert it first.")
             if path is self.paths[0]:
                 size = found
             elif found != size:
@@ -326,10 +324,9 @@ class FolderRows(Rows):
         super().__init__(len(self.paths), (1 if grey else 3, size[1], size[0]), torch.uint8)
 
     def read(self, start: int, stop: int) -> Tensor:
-        image = pillow()
         out = np.empty((stop - start, *self.shape), np.uint8)
         for k, path in enumerate(self.paths[start:stop]):
-            with _open_image(image, path) as file:
+            with open_image(path) as file:
                 try:
                     pixels = np.asarray(file.convert(self.mode))
                 except Exception as error:  # a broken image can raise almost anything
@@ -341,8 +338,9 @@ class FolderRows(Rows):
 
 
 @contextlib.contextmanager
-def _open_image(image: Any, path: Path) -> Iterator[Any]:
+def open_image(path: Path) -> Iterator[Any]:
     """An image, of one of the two formats only: some others are programs, which pillow would hand to an interpreter."""
+    image = pillow()
     with open_regular(path, most=MOST_IMAGE) as file:
         try:
             with warnings.catch_warnings():
@@ -351,6 +349,10 @@ def _open_image(image: Any, path: Path) -> Iterator[Any]:
         except Exception as error:  # a broken image can raise almost anything
             raise InputError(f"{path} is not a readable image ({error!s:.200}).") from error
         with found:
+            if found.mode not in GREY + COLOUR:
+                raise InputError(
+                    f"{path} has pixels of kind {found.mode!r}: expected 8 bits a channel. Convert it first."
+                )
             yield found
 
 

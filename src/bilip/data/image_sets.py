@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilip.data.files import SUFFIXES, pillow
+from bilip.data.files import SUFFIXES, open_image, pillow
 from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, labelled, load_images
-from bilip.errors import DataNotFound, InputError, MissingExtra
+from bilip.errors import DataNotFound, InputError, MissingExtra, said_by
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
 
@@ -280,10 +280,12 @@ def _mat(path: Path) -> Images:
         x, y = content["X"], content["y"].reshape(-1)
         if x.ndim != 4 or x.dtype != np.uint8 or len(y) != x.shape[3]:
             raise ValueError(f"X is {x.dtype} of shape {x.shape}, y has {len(y)} labels")
-    except (OSError, KeyError, ValueError, TypeError, NotImplementedError) as error:
+        if not np.isin(y, range(11)).all():
+            raise ValueError(f"labels run from {y.min()} to {y.max()}")
+    except Exception as error:  # a damaged file can raise almost anything
         raise InputError(
-            f"{path} is not a file of SVHN ({type(error).__name__}: {error}); expected X, bytes of shape (32, 32, 3, count), and y. It "
-            "may be truncated: get it again."
+            f"{path} is not a file of SVHN ({said_by(error)}); expected X, bytes of shape (32, 32, 3, count), and y, digits with 10 for 0. "
+            "It may be truncated: get it again."
         ) from error
     pixels = np.ascontiguousarray(x.transpose(3, 2, 0, 1))
     return Images(torch.from_numpy(pixels), torch.from_numpy(y.astype(np.int64) % 10), tuple("0123456789"))
@@ -293,11 +295,13 @@ def _pictures(about: ImageSet, folder: Path, paths: list[Path]) -> Images:
     """Images in folders, each cut to its centre square and averaged; folders below are the classes, where there are several."""
     out = np.empty((len(paths), 3, about.side, about.side), np.uint8)
     for k, path in enumerate(paths):
-        try:
-            with pillow().open(path, formats=("PNG", "JPEG")) as picture:
+        with open_image(path) as picture:
+            try:
                 out[k] = _square(picture, about)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise InputError(f"{path} is not a readable image ({error}): get it again, or delete it.") from error
+            except Exception as error:  # a broken image can raise almost anything
+                raise InputError(
+                    f"{path} is not a readable image ({error!s:.200}): get it again, or delete it."
+                ) from error
     found = labelled(torch.from_numpy(out), folder, paths)
     return found if found.classes is None or len(found.classes) > 1 else Images(found.x)
 
@@ -354,6 +358,7 @@ def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images
         raise InputError(
             f"{about.name}, {split}, from {source}: {len(images)} images, expected 1 to {count}: something else."
         )
+    images = _numbered(about, images, source)
     classes = images.classes or about.classes
     if images.y is not None and classes and not 0 <= int(images.y.min()) <= int(images.y.max()) < len(classes):
         raise InputError(
@@ -363,18 +368,32 @@ def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images
     if len(images) == count and _known(about, split, images) is False:
         raise InputError(
             f"{about.name}, {split}, from {source}: as many images as the whole set, but their checksum is another one: a pixel, a label "
-            f"or the order was changed. Get {about.how}."
+            f"or the order was changed, or a file is there twice. Get {about.how}."
         )
     return Images(images.x, images.y, classes)
 
 
+def _numbered(about: ImageSet, images: Images, source: str) -> Images:
+    """The images with the set's own numbers of the classes: folders of some of the classes were numbered among themselves."""
+    if images.y is None or images.classes is None or about.classes is None or images.classes == about.classes:
+        return images
+    strange = [name for name in images.classes if name not in about.classes]
+    if strange:
+        raise InputError(
+            f"{about.name}, from {source}: {strange[0]!r} is no class of it; expected {', '.join(about.classes)}."
+        )
+    return Images(
+        images.x, torch.tensor([about.classes.index(name) for name in images.classes])[images.y], about.classes
+    )
+
+
 def _known(about: ImageSet, split: str, images: Images) -> bool | None:
-    """Whether every 10,000 images are those of a known file; `None` where no checksums are known."""
+    """Whether every 10,000 images are those of a known file, each another one; `None` where no checksums are known."""
     if split not in about.md5 or images.y is None:
         return None
     records = torch.cat((images.y[:, None].to(torch.uint8), images.x.flatten(1)), 1).numpy()
-    sums = {hashlib.md5(records[k : k + BATCH].tobytes()).hexdigest() for k in range(0, len(records), BATCH)}
-    return sums <= set(about.md5[split])
+    sums = [hashlib.md5(records[k : k + BATCH].tobytes()).hexdigest() for k in range(0, len(records), BATCH)]
+    return len(set(sums)) == len(sums) and set(sums) <= set(about.md5[split])
 
 
 def _write(folder: Path, split: str, images: Images) -> None:

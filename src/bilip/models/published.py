@@ -10,7 +10,8 @@ import argparse
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from bilip.blocks import (
     Split,
     Squeeze,
 )
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import BilipError, CheckpointError, InputError, said_by
 from bilip.nets import Declared, HeldConv2d, HeldLinear
 from bilip.nets.activations import ScaledSwish
 from bilip.nets.layers import GainConv2d
@@ -43,12 +44,28 @@ __all__ = ["import_glow", "import_residual_flow"]
 Weights = Mapping[str, Tensor]
 
 
+@contextmanager
+def _fitting(code: str) -> Iterator[None]:
+    """Say as such what torch objects to where tensors of a state_dict do not fit each other."""
+    try:
+        yield
+    except BilipError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"tensors of the state_dict do not fit each other ({said_by(error)}): is it one of {code}?"
+        ) from error
+
+
+@_fitting("Glow-PyTorch")
 def import_glow(weights: Weights | str | Path) -> Flow:
     r"""A Glow with the weights of y0ast/Glow-PyTorch, for images in [-1/2, 1/2].
 
     There, couplings shift first and scale then, $z_2 = (x_2 + t(x_1))\,\sigma(s(x_1) + 2)$. Here each is an additive coupling followed by
     an affine one without a shift. ActNorms inside of nets are multiplied into the convolutions. Priors that are
     learned become couplings in front of what leaves, and an ActNorm in front of the top, so that the base is a standard normal.
+    Where there is no 1x1 convolution channels are reversed: the code's other choice, a random shuffle, is not in its state_dict, and
+    cannot be told from a reversal.
 
     Args:
         weights: A state_dict, or the file that `torch.save` wrote of one; it is read without running anything in it.
@@ -186,6 +203,7 @@ def _top(read: _Reader, h: Tensor) -> ActNorm:
 # ---- residual flows
 
 
+@_fitting("residual-flows")
 def import_residual_flow(
     weights: Weights | str | Path, *, coefficient: float = 0.98, alpha: float = 0.05, contraction: str = "declared"
 ) -> Flow:
@@ -207,7 +225,8 @@ def import_residual_flow(
         contraction: `"declared"`, `"certified"` or `"held"`.
 
     Raises:
-        CheckpointError: The tensors are not those of a residual flow on images without factor-out.
+        CheckpointError: The tensors are not those of a residual flow on images that begins with a logit, with Swish and 2-norms, without
+            factor-out.
         NotAContraction: With `"certified"`: a branch is not proved to contract.
 
     Example:
@@ -234,6 +253,10 @@ def import_residual_flow(
     scales = sorted({int(m[1]) for name in read.tensors if (m := re.match(r"transforms\.(\d+)\.chain\.", name))})
     if not scales or scales != list(range(len(scales))):
         raise CheckpointError("import_residual_flow: expected the tensors transforms.0.chain.... of a residual flow.")
+    if any(name.startswith("transforms.0.chain.0.") for name in read.tensors):
+        raise CheckpointError(
+            "import_residual_flow: transforms.0.chain.0 has tensors; expected the logit there, which has none."
+        )
     chain: list[Bijection] = [Logit(alpha)]
     shape = _image_shape(read)
     now: tuple[int, ...] = shape
@@ -250,7 +273,9 @@ def import_residual_flow(
                 chain.append(_residual(read, f"{name}nnet.", now, coefficient, contraction))
             else:
                 inner = f"{name}fc_module." if f"{name}fc_module.bias" in read.tensors else name
-                chain.append(_actnorm(read(f"{inner}bias", 1), read(f"{inner}weight", 1)))
+                bias = read(f"{inner}bias", 1)
+                _require_features(f"{inner}bias", len(bias), now[0] if now else 0)
+                chain.append(_actnorm(bias, read(f"{inner}weight", 1)))
         if k < scales[-1]:
             squeeze = Squeeze()
             chain.append(squeeze)
@@ -286,15 +311,24 @@ def _branch(read: _Reader, prefix: str, shape: tuple[int, ...], coefficient: flo
     """The layers of a branch, in their order: activations and layers whose weights are divided by their norms."""
     found = (m for name in read.tensors if (m := re.match(re.escape(prefix) + r"(\d+)\.", name)))
     layers: list[nn.Module] = []
+    features, active = shape[0], True  # what comes in, and whether an activation or nothing is before it
     for k in sorted({int(m[1]) for m in found}):
         name = f"{prefix}{k}."
         if f"{name}beta" in read.tensors:
             layers.append(_filled(ScaledSwish(), {"raw_beta": read(f"{name}beta", 1).reshape(())}))
+            active = True
             continue
+        if not active or (k and not layers):
+            raise CheckpointError(
+                f"import_residual_flow: before {name}weight there is no beta of a Swish. Other activations have no tensors, and cannot be "
+                "told from a state_dict."
+            )
         weight, bias = read(f"{name}weight"), read(f"{name}bias", 1)
         sigma = _norm(weight, read(f"{name}u", 1), read(f"{name}v", 1), shape[1:])
         weight = weight / torch.clamp(sigma / coefficient, min=1.0)
         rows, columns, *kernel = weight.shape
+        _require_features(f"{name}weight", columns, features)
+        features, active = rows, False
         if kernel:
             side = kernel[0]
             layer = (
@@ -305,7 +339,16 @@ def _branch(read: _Reader, prefix: str, shape: tuple[int, ...], coefficient: flo
         else:
             layer = HeldLinear(columns, rows, coefficient=coefficient) if hold else nn.Linear(columns, rows)
         layers.append(_filled(layer, {"weight": weight, "bias": bias}))
+    _require_features(f"{prefix}..., the sum with its input", shape[0], features)
     return nn.Sequential(*layers)
+
+
+def _require_features(name: str, takes: int, come: int) -> None:
+    if takes != come:
+        raise CheckpointError(
+            f"import_residual_flow: {name} takes {takes} features, and {come} come in. Flows with factor-out, or with ActNorms of single "
+            "entries between images, are not read here."
+        )
 
 
 def _norm(weight: Tensor, u: Tensor, v: Tensor, image: Sequence[int]) -> Tensor:

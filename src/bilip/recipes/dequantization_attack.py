@@ -7,6 +7,7 @@ Parts are those of `face_flows`. A part trains its flow, draws samples from it a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from bilip.probes import Attack, AttackResult, AttackRun
 from bilip.recipes import face_flows, figures
 from bilip.recipes.face_flows import PARTS, TITLES, Config, Faces
 from bilip.recipes.flow_probes import conditions, fixed_draws
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, percent, short, sizes_of
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Recipe, Topic, Work, largest, percent, short, sizes_of
 from bilip.recipes.residual_flows import by_series, cut_after, is_residual, solved_inverse
 
 __all__ = ["RECIPE"]
@@ -191,8 +192,10 @@ class Looks:
             samples = self._samples(model)
             if done and self._is_worst(samples["share_lost"]):
                 self.work.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "wb") as file:
+                aside = self.path.with_name(f".{self.path.name}")  # a kill leaves the file of the look before
+                with open(aside, "wb") as file:
                     np.savez(file, share=samples["share_lost"], step=done, **samples["pictures"])
+                os.replace(aside, self.path)
             return {
                 "test_bits": self._bits(model, self.config.test_looked),
                 "samples_lost": samples["share_lost"],
@@ -440,13 +443,13 @@ def _add_conditions(topic: Topic, good: Sequence[Mapping[str, Any]], *, judged: 
         ours.append(
             f"condition numbers {', '.join(map(short, values)) or 'not measured'}; error over prediction {', '.join(map(short, over))}"
         )
-        holds.append(bool(over) and max(over) <= WITHIN)
+        holds.append(bool(over) and largest(over) <= WITHIN)
     topic.add(f"errors of the worst points within {WITHIN} eps cond |x|", "", ours, holds if judged else ())
 
 
 def _add_residual(topic: Topic, count: int, good: Sequence[Mapping[str, Any]], said: Mapping[str, str]) -> None:
     attacks = [n["attack"] for n in good]
-    worst = [max(a["methods"][m]["worst_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
+    worst = [largest(a["methods"][m]["worst_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
     lost = [max(a["methods"][m]["non_finite"] for m in ("gain", "random") if m in a["methods"]) for a in attacks]
     cut = [
         f"median {short(a['cut']['median'])}, worst {short(a['cut']['worst'])}; the same points converged: median "

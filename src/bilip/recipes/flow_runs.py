@@ -13,7 +13,7 @@ import numpy as np
 from bilip.blocks.scale import HALF_SIGMOID, SIGMOID, Scale
 from bilip.errors import InputError
 from bilip.recipes import figures
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, percent, short, sound
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, largest, percent, short, sound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,7 +140,7 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
                 [apart <= SERIES + 4 * error for apart, error in pairs],
             )
             continue
-        errors = [max(m.numbers["log_det"]["float64"]) for m in good]
+        errors = [largest(m.numbers["log_det"]["float64"]) for m in good]
         right = [error < LOG_DET for error in errors]
         add("log-determinant against the Jacobian, nats per dimension", "", map(short, errors), right)
     missing = sorted({name for seeds in found.values() for m in seeds.values() for name in m.numbers["missing"]})
@@ -152,7 +152,8 @@ def flow_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
 def _estimated(measured: Measured) -> tuple[float, float]:
     """The point at which the mean of the estimates is farthest from the log-determinant: by how much, and the standard error there."""
     found = measured.numbers["log_det_spread"]
-    return max(zip(map(abs, found["apart"]), found["standard_error"], strict=True))
+    pairs = zip(map(abs, found["apart"]), found["standard_error"], strict=True)
+    return max(pairs, key=lambda pair: (any(map(math.isnan, pair)), pair))
 
 
 def worst_sample(measured: Measured, what: str) -> float:

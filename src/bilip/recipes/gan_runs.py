@@ -65,6 +65,7 @@ class Run:
         """The run in words."""
         more = (", no ActNorm" if not self.actnorm else "") + (", small" if self.small else "")
         more += f", scale + {self.eps:g}" if self.eps else ""
+        more += f", {self.steps:,} steps" if self.steps else ""
         return f"{flow_runs.TITLES[self.kind]}, {OBJECTIVES[self.objective]}{more}"
 
 
@@ -90,7 +91,9 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
     """The paper's table beside ours, and its statements."""
     lines: list[Line] = []
     runs = _runs(found)
-    for run, several in runs.items():
+    every = [m for seeds in runs.values() for m in seeds.values()]
+    for run, seeds in runs.items():
+        several = list(seeds.values())
         usual = run.kind != "modified" and run.actnorm and not run.small
         said = paper["table"].get(run.objective, {}) if usual else {}
         add, samples = Topic(run.title, lines).add, [m.numbers["samples"] for m in several]
@@ -106,47 +109,54 @@ def gan_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
                 add("training", "", [m.numbers["diverged"]])
         add("steps skipped, passes the guard repaired", "", map(_guard, several))
     lines += [line for kind in USUAL for line in _statements(kind, runs)] + _side_findings(runs)
-    nets = {_net(m.numbers["features"]): None for several in runs.values() for m in several}
+    nets = {_net(m.numbers["features"]): None for m in every}
     nets |= {_net(m.numbers): None for parts in found.values() for part, m in parts.items() if part == "features"}
     lines += [Line("feature network", "", text) for text in nets]
-    floors = [m.numbers["floor"] for several in runs.values() for m in several][:1]
+    floors = [m.numbers["floor"] for m in every][:1]
     lines += [Line("training images in place of samples", "", f"FID {f['fid']:.2g}, KID {_kid(f)}") for f in floors]
     return lines
 
 
-def _runs(found: Found) -> dict[Run, list[Measured]]:
-    several: dict[Run, list[Measured]] = {}
-    for parts in found.values():
+Runs = dict[Run, dict[int, Measured]]  # by what they are, then by seed
+
+
+def _runs(found: Found) -> Runs:
+    several: Runs = {}
+    for seed, parts in found.items():
         for part, measured in parts.items():
             if part != "features":
-                several.setdefault(Run.of(part), []).append(measured)
+                several.setdefault(Run.of(part), {})[seed] = measured
     order = list(OBJECTIVES)
     return dict(
         sorted(several.items(), key=lambda i: (KINDS.index(i[0].kind), order.index(i[0].objective), i[0].title))
     )
 
 
-def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
+def _together(*several: Mapping[int, Measured]) -> list[tuple[Measured, ...]]:
+    """Runs side by side, of the seeds that all of them have."""
+    shared = [seed for seed in several[0] if all(seed in seeds for seeds in several)]
+    return [tuple(seeds[seed] for seeds in several) for seed in shared]
+
+
+def _statements(kind: str, runs: Runs) -> list[Line]:
     """What the appendix says, for one kind of coupling, of the runs that there are."""
-    mle, gan, both = (runs.get(Run(kind, objective)) for objective in OBJECTIVES)
+    mle, gan, both = (runs.get(Run(kind, objective), {}) for objective in OBJECTIVES)
     lines: list[Line] = []
     add = Topic(kind, lines).add
     if gan:
-        holds = [exploded(m.numbers, m.arrays) for m in gan]
-        add("GAN alone explodes", "yes, often within a few hundred steps", map(_way, gan), holds)
+        holds = [exploded(m.numbers, m.arrays) for m in gan.values()]
+        add("GAN alone explodes", "yes, often within a few hundred steps", map(_way, gan.values()), holds)
     if both:
-        holds = [not exploded(m.numbers, m.arrays) for m in both]
-        add("likelihood beside the GAN keeps it finite", "yes", map(_way, both), holds)
-    if both and mle:
-        pairs = [(b.numbers, m.numbers) for b, m in zip(both, mle, strict=False)]
+        holds = [not exploded(m.numbers, m.arrays) for m in both.values()]
+        add("likelihood beside the GAN keeps it finite", "yes", map(_way, both.values()), holds)
+    if pairs := [(b.numbers, m.numbers) for b, m in _together(both, mle)]:
         better = [b["samples"]["kid"] < m["samples"]["kid"] for b, m in pairs]
         ours = [f"KID {_kid(b['samples'])} against {_kid(m['samples'])}" for b, m in pairs]
         add("better samples than MLE alone", "yes (FID 420 against 790)", ours, better)
         cost = [not b["diverged"] and b["test_bits"] - m["test_bits"] < 1 for b, m in pairs]
         ours = [f"{b['test_bits']:.2f} against {m['test_bits']:.2f}" for b, m in pairs]
         add("the likelihood stays competitive", "4 against 3.77 bits", ours, cost)
-    if both and mle and gan:
-        trios = [[m.numbers["samples"]["fid"] for m in trio] for trio in zip(mle, gan, both, strict=False)]
+    if trios := [[m.numbers["samples"]["fid"] for m in trio] for trio in _together(mle, gan, both)]:
         ordered = [b < m < g for m, g, b in trios]
         named = [sorted(zip(trio, OBJECTIVES.values(), strict=True)) for trio in trios]
         ours = [" < ".join(f"{name} {value:.3g}" for value, name in trio) for trio in named]
@@ -154,10 +164,9 @@ def _statements(kind: str, runs: Mapping[Run, list[Measured]]) -> list[Line]:
     return lines
 
 
-def _side_findings(runs: Mapping[Run, list[Measured]]) -> list[Line]:
+def _side_findings(runs: Runs) -> list[Line]:
     lines = []
-    small = runs.get(Run("additive", "gan", small=True))
-    if small:
+    if small := list(runs.get(Run("additive", "gan", small=True), {}).values()):
         stable = all(
             m.numbers["data"]["share_non_finite"] == m.numbers["data"]["share_wrong"] == 0
             and m.numbers["condition"] < STEEP
@@ -166,9 +175,8 @@ def _side_findings(runs: Mapping[Run, list[Measured]]) -> list[Line]:
         huge = all(m.numbers["test_bits"] > HUGE for m in small)
         ours = "; ".join(f"{_bits(m)}, condition number {short(m.numbers['condition'])}" for m in small)
         lines.append(Line("a smaller GAN is stable, its bits are huge all the same", "yes", ours, stable and huge))
-    plain, usual = runs.get(Run("additive", "gan", actnorm=False)), runs.get(Run("additive", "gan"))
-    if plain and usual:
-        pairs = list(zip(usual, plain, strict=False))
+    plain, usual = (runs.get(Run("additive", "gan", actnorm=actnorm), {}) for actnorm in (False, True))
+    if pairs := _together(usual, plain):
         holds = all(_worst(u) > 10 * _worst(p) for u, p in pairs)
         ours = "; ".join(f"condition number up to {_steepest(u)} with it, {_steepest(p)} without" for u, p in pairs)
         lines.append(Line("ActNorm adds instability to the GAN", "a suspicion", ours, holds))
@@ -232,7 +240,7 @@ def gan_figures(found: Found) -> Figures:
     runs = _runs(found)
     for kind in KINDS:
         prefix = f"{flow_runs.TITLES[kind]}, "
-        own = {run.title.removeprefix(prefix): several for run, several in runs.items() if run.kind == kind}
+        own = {run.title.removeprefix(prefix): seeds.values() for run, seeds in runs.items() if run.kind == kind}
         if not own:
             continue
         panels = {
@@ -244,7 +252,7 @@ def gan_figures(found: Found) -> Figures:
             }.items()
         }
         drawn[f"training-{kind}"] = figures.curves(panels, xlabel="step")
-    first = {run.title: several[0] for run, several in runs.items()}
+    first = {run.title: next(iter(seeds.values())) for run, seeds in runs.items()}
     for what, rows in {"samples": "", "data": "input\nreconstr."}.items():
         groups = {t: (m.arrays[f"images_{what}"], m.arrays[f"broken_{what}"]) for t, m in first.items()}
         if groups:

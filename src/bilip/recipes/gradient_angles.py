@@ -15,7 +15,7 @@ import numpy as np
 from bilip.recipes import cifar10_classifier, figures
 from bilip.recipes.cifar10_classifier import Config
 from bilip.recipes.parts import Borrowed
-from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, Work, runs_of_part
+from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, Work, runs_of_part, sound
 
 __all__ = ["RECIPE"]
 
@@ -66,7 +66,9 @@ class GradientAngles(Borrowed):
     def lines(self, config: Config, found: Found) -> list[Line]:
         said, lines = self.paper()["in_short"], []
         for part, title in TITLES.items():
-            several = [curve(m) for m in runs_of_part(found, part)]
+            good, lost_runs = sound(title, runs_of_part(found, part))
+            lines += lost_runs
+            several = [curve(m) for m in good]
             if not several:
                 continue
             broken = part == "affine-conv1x1-none"
@@ -109,7 +111,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _small(values: Sequence[float]) -> bool:
-    return all(math.isfinite(value) and value < LIMIT for value in values)
+    return bool(values) and all(math.isfinite(value) and value < LIMIT for value in values)
 
 
 RECIPE = GradientAngles()

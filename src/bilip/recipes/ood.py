@@ -13,7 +13,7 @@ from bilip.recipes import cifar10_flow
 from bilip.recipes.cifar10_flow import Config
 from bilip.recipes.flow_runs import KINDS, SETS, Run, lost, reconstruction_figure, runs_of
 from bilip.recipes.parts import Borrowed
-from bilip.recipes.recipe import Figures, Found, Line, Topic, percent, short
+from bilip.recipes.recipe import Figures, Found, Line, Topic, largest, percent, short
 
 __all__ = ["RECIPE"]
 
@@ -124,11 +124,11 @@ def _worst(numbers: Mapping[str, Any]) -> str:
 def _add_residual(topic: Topic, good: Sequence[Mapping[str, Any]], paper: Mapping[str, Any]) -> None:
     """Where the paper's errors come from: the stop of its inverse."""
 
-    def largest(numbers: Mapping[str, Any], what: str) -> float:
-        return max(found[what] for found in numbers["sets"].values())
+    def worst(numbers: Mapping[str, Any], what: str) -> float:
+        return largest(found[what] for found in numbers["sets"].values())
 
-    tight = [largest(numbers, "error_worst") for numbers in good]
-    loose = [largest(numbers, "loose_worst") for numbers in good]
+    tight = [worst(numbers, "error_worst") for numbers in good]
+    loose = [worst(numbers, "loose_worst") for numbers in good]
     means = [[found["loose_error"] for found in numbers["sets"].values()] for numbers in good]
     said = [row["error"] for row in paper.values()]
     topic.add("worst error of an image, every set, to tolerance", "", map(short, tight), key=True)
@@ -139,7 +139,7 @@ def _add_residual(topic: Topic, good: Sequence[Mapping[str, Any]], paper: Mappin
         [w > 10 * t for w, t in zip(loose, tight, strict=True)],
     )
     before = [
-        f"{short(largest(n, 'unsquashed'))}, {sum(found['unconverged'] for found in n['sets'].values())}" for n in good
+        f"{short(worst(n, 'unsquashed'))}, {sum(found['unconverged'] for found in n['sets'].values())}" for n in good
     ]
     topic.add("worst error before the last sigmoid, samples not converged", "", before)
     topic.add("model and test bits per dimension", "", [f"{n['model']}: {n['test_bits']:.2f}" for n in good])

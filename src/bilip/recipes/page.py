@@ -34,6 +34,11 @@ LISTS = ("evidence", "lines", "figures", "settings", "sizes")  # fields of an en
 PNG = b"\x89PNG\r\n\x1a\n"
 EXPONENT = re.compile(r"(?<=\de)-(?=\d)|(?<= )-(?=\d)")  # no line ends within 5e-5
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"  # of the table
+RUN: Mapping[str, type] = {  # what a run of a recipe holds
+    **dict.fromkeys(("lines", "figures", "other_than_paper"), list),
+    **dict.fromkeys(("measured", "environment", "parts"), dict),
+    **dict.fromkeys(("command", "device", "date"), str),
+}
 FEW = 14  # lines of a table that are shown at once; the others are folded
 
 
@@ -95,6 +100,11 @@ def to_page(results: str | Path = "results") -> str:
     root = Path(results)
     document = _document(root)
     sections = _sections(document)
+    learned = document.get("learned", [])
+    if not isinstance(learned, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("evidence", []), list) for entry in learned
+    ):
+        raise InputError("claims.json: expected a list of what was learned, each entry with a list of evidence.")
     runs = {name: _runs(root, name) for name in dict.fromkeys(c.recipe for _, claims in sections for c in claims)}
     if not any(runs.values()):
         raise InputError(
@@ -113,7 +123,7 @@ def to_page(results: str | Path = "results") -> str:
         sections=views,
         counts={status: (STATUSES[status], count) for status, count in counts.items()},
         total=len(every),
-        learned=document.get("learned", ()),
+        learned=learned,
         answer=document.get("answer", ""),
         paper=document.get("paper", {}),
     )
@@ -209,12 +219,16 @@ def _runs(root: Path, name: str) -> dict[str, Any]:
 
 def _is_whole(run: Any) -> bool:
     """Whether a run has the form that recipes write."""
-    kinds = {"lines": list, "measured": dict, "environment": dict, "figures": list, "parts": dict, "command": str}
-    if not isinstance(run, dict) or "lines" not in run:
+    if not isinstance(run, dict) or not all(isinstance(run.get(name, kind()), kind) for name, kind in RUN.items()):
         return False
-    if not all(isinstance(run[name], kind) for name, kind in kinds.items() if name in run):
+    if not all(isinstance(name, str) for name in (*run.get("figures", ()), *run.get("other_than_paper", ()))):
         return False
-    return all(isinstance(line, dict) and {"what", "paper", "ours", "holds"} <= set(line) for line in run["lines"])
+    return all(isinstance(some, dict) for some in run.get("parts", {}).values()) and all(
+        isinstance(line, dict)
+        and all(isinstance(line.get(name), str) for name in ("what", "paper", "ours"))
+        and line.get("holds", "") in (True, False, None)
+        for line in run.get("lines", [None])
+    )
 
 
 # ---- what the template shows
@@ -308,8 +322,7 @@ def _found(name: str, *roots: str | Path) -> dict[str, Any]:
             found = read_json(Path(root) / name / "ours.json")["runs"]
         except (RecordError, KeyError, TypeError):
             continue
-        whole = isinstance(found, dict) and all(isinstance(run, dict) and "lines" in run for run in found.values())
-        if whole and found:
+        if isinstance(found, dict) and found and all(map(_is_whole, found.values())):
             return found
     return {}
 
@@ -327,7 +340,7 @@ def status(name: str, size: str, *roots: str | Path) -> str:
     if run is None:
         return "not run"
     judged = [line["holds"] for line in run["lines"] if line["holds"] is not None]
-    return f"{sum(judged)} of {len(judged)} statements agree, {_seeds(run)} ({run['device']})"
+    return f"{sum(judged)} of {len(judged)} statements agree, {_seeds(run)} ({run.get('device', '?')})"
 
 
 def results_table(results: str | Path) -> str:
@@ -355,8 +368,9 @@ def results_table(results: str | Path) -> str:
                     {True: "yes", False: "**no**", None: ""}[line["holds"]],
                 ]
                 rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-            other = f", {', '.join(run['other_than_paper'])}" if size == "paper" and run["other_than_paper"] else ""
-            where = f"{run['device']}, torch {run['environment'].get('torch', '?')}"
+            changed = run.get("other_than_paper") if size == "paper" else ()
+            other = f", {', '.join(changed)}" if changed else ""
+            where = f"{run.get('device', '?')}, torch {run.get('environment', {}).get('torch', '?')}"
             notes.append(f"{name} {size}{other}: {_seeds(run)}, {where}")
     return "\n".join(rows) + f"\n\n({'; '.join(notes)}. All numbers are in the files.)"
 
@@ -372,5 +386,5 @@ def write_table(page: str | Path, results: str | Path) -> None:
 
 
 def _seeds(run: dict[str, Any]) -> str:
-    count = len(run["measured"])
+    count = len(run.get("measured", ()))
     return f"{count} seeds" if count > 1 else "1 seed"

@@ -36,6 +36,12 @@ __all__ = [
 ]
 
 SCHEMA = 1
+KINDS: Mapping[str, Any] = {  # of what stands in a part's file
+    **dict.fromkeys(("part", "date", "device"), str),
+    **dict.fromkeys(("arrays", "config", "environment", "numbers"), dict),
+    "seed": int,
+    "seconds": (int, float),
+}
 MOST = 2**28  # bytes of one array in a part's file
 PICTURES = ".pictures.json"  # how the file with the pictures of a part ends, where they are apart
 
@@ -179,10 +185,15 @@ def kept(folder: Path, size: str, recipe: Recipe) -> tuple[dict[int, dict[str, M
                 raise CheckpointError(
                     f"{path} is of recipe {facts['recipe']!r}, schema {facts['schema']!r}; expected {recipe.name!r}, {SCHEMA}."
                 )
+            for key, kind in KINDS.items():
+                if not isinstance(facts[key], kind):
+                    raise TypeError(f"{key} is {facts[key]!r:.40}")
             beside = path.with_suffix(PICTURES)
             pictures = read_json(beside)["arrays"] if beside.exists() else {}
             arrays = {name: _read(value) for name, value in (facts["arrays"] | pictures).items()}
-            seed, part = int(facts["seed"]), str(facts["part"])
+            seed, part = facts["seed"], facts["part"]
+            if path.name != f"{size}-seed{seed}-{part}.json":
+                raise ValueError(f"it is {part}, seed {seed}: expected that in its name")
             found.setdefault(seed, {})[part] = Measured(facts["numbers"], arrays)
             about.setdefault(seed, {})[part] = {
                 key: facts[key] for key in ("config", "date", "device", "environment", "seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 import typing
@@ -34,6 +35,7 @@ __all__ = [
     "Work",
     "configured",
     "differences",
+    "largest",
     "percent",
     "require",
     "runs_of_part",
@@ -306,6 +308,16 @@ def sound(name: str, several: Sequence[Measured]) -> tuple[list[Measured], list[
     return [m for m in several if not m.numbers["diverged"]], [
         Line(f"{name}: training", "", why, key=True) for why in lost
     ]
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value; NaN if one is, which `max` may pass over.
+
+    Example:
+        >>> largest([1.0, float("nan")])
+        nan
+    """
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def percent(share: float) -> str:

@@ -19,9 +19,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from bilip.errors import BilipError, InputError, Stopped, nearest
+from bilip.errors import BilipError, CheckpointError, InputError, Stopped, nearest
 from bilip.recipes.parts import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
-from bilip.recipes.recipe import SIZES, Line, Recipe, configured, differences
+from bilip.recipes.recipe import SIZES, Figures, Found, Line, Recipe, configured, differences
 from bilip.record import environment, read_json, to_plain, write_json
 
 __all__ = ["Outcome", "find", "names", "reproduce", "side_by_side"]
@@ -168,14 +168,13 @@ def reproduce(
     show(name, "drawing the figures", 1.0)
     from bilip.recipes import figures
 
-    files = []
-    for title, figure in recipe.figures(config, found).items():
-        files.append(folder / f"{title}-{size}.png")
-        figures.save(figure, files[-1])
+    drawn, lines = _shown(recipe, config, found, f"a part of size {size} in {folder}")
+    files = [folder / f"{title}-{size}.png" for title in drawn]
+    for file, figure in zip(files, drawn.values(), strict=True):
+        figures.save(figure, file)
     if recipe.pictures_apart:  # figures of pictures that are not here stay as they were drawn
         before = (folder / name for name in document["runs"].get(size, {}).get("figures", ()))
         files += [file for file in before if file not in files and file.is_file()]
-    lines = recipe.lines(config, found)
     every = [facts for parts in about.values() for facts in parts.values()]
     document["runs"][size] = {
         "command": _command(name, size, seeds, device, devices, changes, collect=recipe.partial),
@@ -206,6 +205,16 @@ def reproduce(
     return Outcome(
         recipe, size, folder, lines, files, differences(config, recipe.sizes["paper"]), time.perf_counter() - began
     )
+
+
+def _shown(recipe: Recipe, config: Any, found: Found, where: str) -> tuple[Figures, list[Line]]:
+    """Figures and lines of what was measured; a `CheckpointError` if some of it is not there."""
+    try:
+        return recipe.figures(config, found), recipe.lines(config, found)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{where} has no {error}: another bilip wrote it, or it is damaged. Measure it again, or delete it."
+        ) from error
 
 
 # ---- the parts

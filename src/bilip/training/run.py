@@ -203,7 +203,9 @@ class Run:
             )
         if self.settings.skip is not None and self.skipped_in_a_row > self.settings.skip:
             broken = [
-                name for name, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+                name
+                for name, p in model.named_parameters()
+                if p.grad is not None and not bool(p.grad.norm().isfinite())
             ]
             where = (
                 f"in {len(broken)} parameters, going backward first in {broken[-1]}" if broken else "in another process"
@@ -278,6 +280,7 @@ class Run:
             "log": self.log.sizes,
             "sums": list(self.sums),
             "summed": self.summed,
+            "skipped_in_a_row": self.skipped_in_a_row,
         }
         copies = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
         self.writer.begin(lambda: self._write(copies, facts))
@@ -313,6 +316,9 @@ class Run:
             require_kind(tensors[f"sums.{name}"], torch.zeros(()), f"sums.{name}")
         self.sums = {name: tensors[f"sums.{name}"].to(self.fabric.device) for name in facts["sums"]}
         self.summed = facts["summed"]
+        self.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # states of before have none
+        if not isinstance(self.skipped_in_a_row, int) or self.skipped_in_a_row < 0:
+            raise CheckpointError(f"'skipped_in_a_row' is {self.skipped_in_a_row!r:.40}")
         if self.average is not None:
             for name, value in self.average.weights.items():
                 require_kind(tensors[f"average.{name}"], value, f"average.{name}")

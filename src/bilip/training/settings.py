@@ -30,8 +30,9 @@ class Settings:
         decay: That factor.
         weight_decay: Of Adam, decoupled (AdamW) where it is not 0; of Adamax, added to the gradient.
         clip: Largest norm of a gradient; `None` for no clipping.
-        skip: Look at every gradient. A step whose gradient is not finite then changes nothing, and is counted in the column `skipped` of
-            the log; after so many of them in a row training ends, with the step and where it began. `None` looks at losses alone.
+        skip: Look at every gradient. A step whose gradient, or its square, is not finite then changes nothing, and is counted in the
+            column `skipped` of the log; after so many of them in a row training ends, with the step and where it began. `None` looks at
+            losses alone.
         ema: Decay of an exponential moving average of the weights, which is then what is evaluated; `None` for none.
         accumulate: Parts into which a batch is cut, one after the other, to save memory; the step stays the same.
         seed: Every random number is a function of it, the step and a purpose.

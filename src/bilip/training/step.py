@@ -72,12 +72,16 @@ class Step:
         return []
 
     def look(self, found: dict[str, Tensor], grads: Iterable[Tensor | None]) -> None:
-        """Where gradients are looked at, note `skipped`: 1 where the loss or one of them is not finite, else 0."""
+        """Where gradients are looked at, note `skipped`: 1 where the loss or the norm of the gradient is not finite, else 0.
+
+        A finite gradient whose square overflows counts too: clipping would make it zero, and Adam would never move these weights again.
+        """
         if self.settings.skip is None:
             return
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
-        sizes = torch.stack([found["loss"].detach().float(), *(size.float() for size in torch._foreach_norm(dense, 1))])
-        found["skipped"] = (~torch.isfinite(sizes).all()).to(torch.float32)
+        loss = found["loss"].detach().float()
+        sizes = torch.stack([torch.zeros_like(loss), *(size.float() for size in torch._foreach_norm(dense, 2))])
+        found["skipped"] = (~torch.isfinite(torch.stack([loss, sizes.norm()])).all()).to(torch.float32)
 
     def is_skipped(self, found: Mapping[str, Tensor]) -> bool:
         """Whether a step changes nothing; read from the device where gradients are looked at."""
