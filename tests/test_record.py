@@ -15,7 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bilip.errors import InputError, RecordError
-from bilip.record import SCHEMA, AuditRecord, Histogram, Measurement, Picture, Status, Verdict, write_aside
+from bilip.record import (
+    SCHEMA,
+    AuditRecord,
+    Histogram,
+    Measurement,
+    Picture,
+    Status,
+    Verdict,
+    read_json,
+    to_plain,
+    write_aside,
+    write_json,
+)
+from bilip.record.plain import from_plain
 
 words = st.one_of(st.text(max_size=12), st.sampled_from(["nan", "inf", "-inf", "\\nan", "\\\\inf", "NaN", "Infinity"]))
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -344,3 +357,19 @@ def test_nothing_passes_without_a_verdict_or_after_the_model_ended_the_program()
 def test_passed_refuses_what_it_does_not_know(call, said):
     with pytest.raises(InputError, match=re.escape(said)):
         call(_judged(sampling="safe"))
+
+
+def test_a_list_of_numbers_is_one_line_and_reads_as_it_was(tmp_path):
+    value = {
+        "a": [1, 2.5, math.inf, math.nan, True, None],
+        "b": [[1, 2], ["[", "]", "x, y"]],
+        "c": [],
+        "d": ["nan"],
+        "e": "[\n 1\n]",
+    }
+    write_json(tmp_path / "a.json", value)
+    text = (tmp_path / "a.json").read_text()
+    assert ' "a": [1, 2.5, "inf", "nan", true, null],\n' in text
+    assert "  [1, 2],\n" in text
+    assert to_plain(from_plain(json.loads(text))) == to_plain(value)
+    assert read_json(tmp_path / "a.json")["e"] == value["e"]

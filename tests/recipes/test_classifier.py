@@ -242,7 +242,7 @@ def test_what_the_paper_says_in_prose(part, made, words, holds):
 
 def test_the_guarded_run_is_shown():
     line = judged(AS_IN_THE_PAPER, "guarded memory-saving gradients")
-    assert line.ours == "+0.50; 1.0e-04, nan; 3 of 200"
+    assert line.ours == "+0.50; 1.0e-04, not measured; 3 of 200"
     found = made_up(lost=0.2, accuracy=0.805)
     found.arrays["log_angle_guarded"] = np.array([math.nan, 1e-6, 5e-4])
     found.arrays["log_angle_remaining"] = np.array([math.nan, 1e-6, 2e-6])

@@ -215,7 +215,8 @@ def _claims(runs: Runs, model: str, epochs: int) -> list[Line]:
         "",
         {s: {**n, "gain": 100 * (n["test_accuracy"] - none[s]["test_accuracy"])} for s, n in guarded.items()},
         lambda n: (
-            f"{n['gain']:+.2f}; {n['turned']:.1e}, {n['remaining']:.1e}; {n['guard']['repaired']} of {n['guard']['steps']}"
+            f"{n['gain']:+.2f}; {n['turned']:.1e}, {'not measured' if math.isnan(n['remaining']) else format(n['remaining'], '.1e')}; "
+            f"{n['guard']['repaired']} of {n['guard']['steps']}"
         ),
         None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ __all__ = ["from_plain", "parse_json", "read_json", "to_plain", "write_json"]
 NESTING = 48
 MOST = 2**28  # bytes of a JSON file
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_BREAK = re.compile(r"\n *")
+_NUMBERS = re.compile(r'\[\n *((?:[^\[\]{}"]|"nan"|"-?inf")+?)\n *\]')  # no word holds a line break
 
 
 def to_plain(value: Any) -> Any:
@@ -67,8 +70,9 @@ def from_plain(value: Any) -> Any:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write a value as strict JSON, whole or not at all."""
-    write_aside(path, json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n")
+    """Write a value as strict JSON, whole or not at all; a list of numbers is one line."""
+    text = json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n"
+    write_aside(path, _NUMBERS.sub(lambda found: f"[{_BREAK.sub(' ', found[1])}]", text))
 
 
 def parse_json(data: str | bytes, where: str, *, strict: bool = True, advice: str = "It may be truncated.") -> Any:

@@ -194,7 +194,7 @@ def _print(text: str) -> str:
 # ---- files
 
 
-def save(figure: Figure, path: str | Path, *, dpi: float = 250) -> None:
+def save(figure: Figure, path: str | Path, *, dpi: float = 200) -> None:
     """Write a figure as PNG: aside first, then renamed; neither a date nor a version goes into the file.
 
     Args:
