@@ -22,7 +22,6 @@ REST = 20  # steps that are computed without a walk where there is no room for a
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
-USUAL = 3.1  # square roots of a dtype's epsilon: the usual tolerance
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
 
@@ -42,7 +41,7 @@ class Guard:
         tolerance: What a gradient may be wrong by, relative to its size, as the guard estimates it: drift adds up from block to block, and
             the gradients of the parameters of a block count with what has added up until there. The drift at a block is the largest of a
             sample, the root mean square over its coordinates, each in units of its typical spread over the batch, times the growth of
-            the gradient there. By default $3.1 \sqrt{\epsilon}$ of the dtype (1.1e-3 for float32), chosen with
+            the gradient there. By default $3 \sqrt{\epsilon}$ of the dtype (1.0e-3 for float32), chosen with
             `benchmarks/guard_soak.py`. Walks whose gradients are subtracted are held to a share of it (`bilip.reversible.hold`).
         action: On drift: `"repair"` recomputes this step from what is stored, so that its gradient is right wherever
             the output is finite, and places anchors for the steps to come; `"warn"` and `"raise"` do what they say. Where the
@@ -76,7 +75,7 @@ class Guard:
         """
         eps = torch.finfo(dtype).eps
         if self.tolerance is None:
-            return USUAL * half_digits(dtype)
+            return 3 * half_digits(dtype)
         if self.tolerance < 20 * eps:
             raise InputError(
                 f"Guard(tolerance={self.tolerance:g}): {dtype_name(dtype)} rounds at {eps:.1e}, so that "
@@ -88,7 +87,7 @@ class Guard:
         """How far the output of a block may be from what it was, for the same input: the tolerance, at least that by default, since a net
         may be rounded in another way when gradients are wanted.
         """
-        return max(self.limit(dtype), USUAL * half_digits(dtype))
+        return max(self.limit(dtype), 3 * half_digits(dtype))
 
     def least(self, dtype: torch.dtype) -> float:
         """The smallest limit that a walk can be held to: an exact one drifts by some epsilons of its dtype."""
