@@ -6,16 +6,26 @@ on the device as in the recipe. Then the very graphs of that run, gradients and 
 the bare steps. On a CPU, where nothing is captured, the bare steps are eager ones on one batch. The first 40 steps, with warm-up
 and recording, are not timed.
 
+`--beside stored nf reversible` asks what several trainings cost side by side, each in a process of its own, under CUDA's MPS if its server
+was started: all begin at once after their first 40 steps, and what each has done is counted after `--seconds`.
+
     python benchmarks/loop.py --device cuda --out results/training/loop_h200.json
+    python benchmarks/loop.py --device cuda --beside stored stored nf reversible fd --out results/training/beside_h200.json
     python benchmarks/loop.py --blocks 1 --hidden 8 --batch 16 --steps 60
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
+import os
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,12 +33,38 @@ from _measure import about, command_line, options, wait, write
 from bilip.data import ImageBatches, Images
 from bilip.models import Classifier, classifier, glow
 from bilip.objectives import Classification
+from bilip.regularizers import FiniteDifference, FlowLikelihood
 from bilip.reversible import Reversible
 from bilip.training import Settings, Task, run, train
 from bilip.training.step import CapturedStep
 from bilip.training.task import Draw
 
 FIRST = 40
+TOGETHER: Any = None  # where processes side by side wait for each other
+EPOCH = 390  # steps of 128 images through the 50,000 of CIFAR-10
+# By kind of training: whether gradients are memory-saving, and the penalties.
+KINDS: dict[str, tuple[bool, tuple[Any, ...]]] = {
+    "stored": (False, ()),
+    "nf": (False, (FlowLikelihood(1e-5),)),
+    "reversible": (True, ()),
+    "fd": (True, (FiniteDifference(1e-4, 10, scaling="original"),)),
+}
+
+
+def made(kind: str, args: argparse.Namespace) -> tuple[Task, Classifier, ImageBatches]:
+    """The classifier of a kind, and random images on the device."""
+    generator = torch.Generator().manual_seed(0)
+    images = Images(
+        torch.randint(0, 256, (args.steps * args.batch, 3, 32, 32), generator=generator, dtype=torch.uint8),
+        torch.randint(0, 10, (args.steps * args.batch,), generator=generator),
+    )
+    batches = ImageBatches(images, args.batch, device=args.device)
+    torch.manual_seed(0)
+    model = classifier(glow((3, 32, 32), levels=3, blocks=args.blocks, hidden=args.hidden, coupling="affine"))
+    saving, penalties = KINDS[kind]
+    if saving:
+        model.trunk = Reversible(model.trunk)
+    return Task(model, batches, Classification(penalties)), model, batches
 
 
 def measured(kind: str, args: argparse.Namespace) -> dict[str, float]:
@@ -40,17 +76,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, float]:
             super().__init__(*given)
             seen.append(self)
 
-    generator = torch.Generator().manual_seed(0)
-    images = Images(
-        torch.randint(0, 256, (args.steps * args.batch, 3, 32, 32), generator=generator, dtype=torch.uint8),
-        torch.randint(0, 10, (args.steps * args.batch,), generator=generator),
-    )
-    batches = ImageBatches(images, args.batch, device=args.device)
-    torch.manual_seed(0)
-    trunk = glow((3, 32, 32), levels=3, blocks=args.blocks, hidden=args.hidden, coupling="affine")
-    model = classifier(trunk)
-    if kind == "reversible":
-        model.trunk = Reversible(model.trunk)
+    task, model, batches = made(kind, args)
     times: dict[int, float] = {}
 
     def progress(done: int, steps: int, latest: object) -> None:
@@ -64,7 +90,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, float]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             settings = Settings(steps=args.steps, lr=1e-4, device=args.device, log_every=97, save_every=args.steps)
-            train(Task(model, batches, Classification()), settings, folder, progress=progress)
+            train(task, settings, folder, progress=progress)
     finally:
         run.CapturedStep = kept
     found = {"loop_ms": 1e3 * (times[args.steps] - times[FIRST]) / (args.steps - FIRST)}
@@ -105,10 +131,74 @@ def bare(captured: CapturedStep | None, model: Classifier, batches: ImageBatches
     return (time.perf_counter() - started) / (args.steps - FIRST)
 
 
+class Enough(Exception):
+    """The time is over."""
+
+
+def ready(barrier: Any) -> None:
+    """Where the processes that train side by side wait for each other."""
+    global TOGETHER
+    TOGETHER = barrier
+
+
+def one_of_several(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """How many steps this process did in the time in which all of them train, and the peak of its memory in MiB."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.set_num_threads(1)
+    task, _, _ = made(kind, args)
+    begun = done_then = 0.0
+    found: dict[str, Any] = {}
+
+    def progress(done: int, steps: int, latest: object) -> None:
+        nonlocal begun, done_then
+        if not begun and done >= FIRST:
+            wait(args.device)
+            TOGETHER.wait(300)
+            begun, done_then = time.perf_counter(), done
+        elif begun and time.perf_counter() - begun >= args.seconds:
+            wait(args.device)
+            seconds = time.perf_counter() - begun
+            found.update(kind=kind, steps=int(done - done_then), seconds=seconds)
+            raise Enough
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(steps=10**6, lr=1e-4, device=args.device, log_every=97, save_every=0)
+        with contextlib.suppress(Enough):
+            train(task, settings, folder, progress=progress)
+    if args.device == "cuda":
+        found["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return {**found, "step_ms": 1e3 * found["seconds"] / found["steps"]}
+
+
+def side_by_side(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds that an epoch of one model takes, where so many are trained at once: the time over the epochs of all."""
+    context, count = multiprocessing.get_context("spawn"), len(args.beside)
+    with ProcessPoolExecutor(count, mp_context=context, initializer=ready, initargs=(context.Barrier(count),)) as pool:
+        rows = list(pool.map(one_of_several, args.beside, [args] * count))
+    epochs = sum(row["steps"] / row["seconds"] for row in rows) / EPOCH
+    return {"runs": rows, "seconds_an_epoch_a_model": 1 / epochs, "mps": mps()}
+
+
+def mps() -> bool:
+    """Whether the daemon of CUDA's multi-process service was started here."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+
+
 def main() -> None:
-    parser = options(__doc__, blocks=16, hidden=128, batch=128, steps=390, repeats=1)
+    parser = options(__doc__, blocks=16, hidden=128, batch=128, steps=EPOCH, repeats=1, seconds=30)
+    parser.add_argument("--beside", nargs="+", choices=list(KINDS), help="train these side by side")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if args.beside:
+        document = {
+            "question": "what does an epoch cost where several models are trained side by side?",
+            "command": command_line(),
+            "environment": about(args.device),
+            **side_by_side(args),
+        }
+        print(json.dumps(document, indent=1))
+        write(args.out, document)
+        return
     runs = [{kind: measured(kind, args) for kind in ("stored", "reversible")} for _ in range(args.repeats)]
     document = {
         "question": "what does the training loop add to its steps?",
