@@ -195,8 +195,7 @@ def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: S
         before: Of the forward pass.
         after: Of the walk.
         sensitivities: Of the walk, in its order. Where that of a sample grows from one state to the next, a net is steep there, and
-            turns as fast: the drift of the sample counts as many times more. A sample whose gradient is smaller than the median of the
-            batch hardly turns that of all: its growth counts by its share of the median, its drift in full.
+            turns as fast: the drift of the sample counts as many times more.
     """
     taken = [one.sums for one in before]
     if len({sums.shape for sums in taken}) == 1:  # in few launches
@@ -206,9 +205,7 @@ def drifts_of(before: Sequence[Print], after: Sequence[Tensor], sensitivities: S
     if len(sensitivities) > 1:
         sensitivity = torch.stack(list(sensitivities))
         grown = sensitivity[1:] / sensitivity[:-1]  # from nothing to something is no growth: other paths begin there
-        grown = torch.where(torch.isfinite(grown), grown, 1.0).clamp_min(1.0)
-        share = sensitivity[1:] / sensitivity[1:].sort(-1).values[:, (drift.shape[-1] - 1) // 2, None]
-        drift[1:] *= 1 + (grown - 1) * torch.where(torch.isfinite(share), share, 1.0).clamp_max(1.0)
+        drift[1:] *= torch.where(torch.isfinite(grown), grown, 1.0).clamp_min(1.0)
     most = drift.amax(-1)
     return torch.where(torch.isfinite(most), most, torch.inf)
 
