@@ -229,6 +229,40 @@ def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     assert report.worst_angle > 1e-2
 
 
+@pytest.mark.parametrize("halves", [True, False], ids=["halves", "neighbours"])
+def test_spot_check_sees_both_sides_of_a_loss_that_subtracts_within_a_batch(monkeypatch, halves):
+    model, x = planted(1e-6)
+    near, sign = x + 1e-2 * torch.randn_like(x), torch.ones(len(x))
+    pairs, signs = torch.stack([x, near]), torch.stack([sign, -sign])
+    pairs, signs = (t.flatten(0, 1) if halves else t.transpose(0, 1).flatten(0, 1) for t in (pairs, signs))
+
+    def difference(f, x):
+        z, log_det = f.forward_and_log_det(x)
+        return ((z.tanh().sum(1) - log_det / 8) * signs).mean()
+
+    stored = gradient(model, model, pairs, difference)
+    monkeypatch.setattr(call, "drifts_of", lambda before, after, sensitivities: torch.zeros(len(before)))
+    guarded = Reversible(model, Guard(spot_check=1))
+    with pytest.warns(DriftWarning, match="spot check"):
+        assert off(gradient(guarded, model, pairs, difference), stored) < 1e-3
+
+
+def test_spot_check_looks_at_the_gradients_that_are_wanted(monkeypatch):
+    model, x = planted(1e-6)
+    near = x + 1e-2 * torch.randn_like(x)
+    monkeypatch.setattr(call, "drifts_of", lambda before, after, sensitivities: torch.zeros(len(before)))
+    found = []
+    for wanted in (False, True):
+        guarded = Reversible(model, Guard(spot_check=1, action="warn"))
+        both = torch.cat([x, near]).requires_grad_(wanted)
+        z = guarded(both)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (z[:16] - z[16:]).sum().backward()
+        found.append(guarded.report().worst_angle)
+    assert found[0] > 3 * found[1]  # beside the gradient of the inputs, which does not cancel, little is seen of the others
+
+
 @pytest.mark.parametrize("options", [{}, {"memory": "checkpoint"}, {"guard": Guard(budget=0)}])
 def test_outputs_that_overflow_step_after_step(options):
     model, x = overflowing()
@@ -810,6 +844,14 @@ def test_drift_where_a_net_is_steep_counts_more():
     assert float(steep[1] / flat[1]) == pytest.approx(100)
     nothing = drifts_of(taken, again, [torch.zeros(4).double(), torch.ones(4).double()])
     assert torch.equal(nothing, flat)
+
+
+def test_growth_counts_in_full_beside_samples_with_larger_gradients():
+    """Their gradient of the state may be large, and reach no parameter."""
+    prints = [Print(Fingerprint(torch.tensor(0)), torch.ones(2), torch.zeros(4, 1, 2)) for _ in range(2)]
+    after, before = [torch.full((4, 1, 2), 1e-4)] * 2, torch.tensor([1.0, 1e6, 1e6, 1e6])
+    found = drifts_of(prints, after, [before, torch.tensor([1e3, 1e6, 1e6, 1e6])])
+    assert float(found[1] / found[0]) == pytest.approx(1e3)
 
 
 def test_anchors_leave_most_of_the_limit():

@@ -220,7 +220,8 @@ class Call:
             watch.rested(subtracts=self.subtracts)
             return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
-        if self._drifted(watch, drift, back.gives_finite(grad), back.x) or self._spot_check(watch, back):
+        share = 1.0 if self._closes_well(watch, back, result, drift) else self.share
+        if self._drifted(watch, drift, back.gives_finite(grad), back.x, share) or self._spot_check(watch, back):
             return self._exact(watch, back)
         if self._cancels(watch, result, drift.mean):
             watch.repaired += 1
@@ -231,6 +232,15 @@ class Call:
         grad, result = self._recompute(back)
         self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
+
+    def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Drift) -> bool:
+        """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
+        right: how much cancels is no longer a guess, and the walk need not be held to a share of the tolerance for it.
+        """
+        if not self.subtracts or back.outward or capturing(back.x):
+            return False
+        found = watch.together.closed_by(self, result.parameters, drift.total)
+        return found is not None and bool(found <= watch.guard.limit(self.dtype))
 
     def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
         """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
@@ -332,8 +342,8 @@ class Call:
             return False
         return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
-    def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor) -> bool:
-        asked, least = self.share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
+    def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor) -> bool:
+        asked, least = share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
         total, lost = drift.total, torch.where(finite, 0.0, torch.inf).double()
         if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
             watch.flag.raise_unless(asked >= least)
@@ -366,7 +376,7 @@ class Call:
         if not every or watch.steps % every or capturing(back.x):
             return False
         together = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.bijection.modules())
-        few = back if any(self.draws) or together or self.outside else back.rows(8)
+        few = back if any(self.draws) or together or self.outside else back.few()
         signs = Signs()
         try:
             g_true, true = self._recompute(few, record=signs)
@@ -379,7 +389,9 @@ class Call:
         def off(replay: Signs | None) -> float:
             g_walked, walked, _ = self._walk(few, watched=False, signs=replay)
             zeros = (walked.parameters.get(p, torch.zeros_like(p)) for p in true.parameters)
-            return angle([g_walked, *zeros], [g_true, *true.parameters.values()])
+            # That of the input, where nobody wants it, does not cancel as those of parameters may, and would hide them.
+            ends = ([g_walked], [g_true]) if back.outward or not true.parameters else ([], [])
+            return angle([*ends[0], *zeros], [*ends[1], *true.parameters.values()])
 
         found = off(self.signs)
         remains = found if found <= CLOSE else off(signs)
@@ -478,10 +490,14 @@ class Backward:
         given = [g for g in (self.grad, self.grad_log) if g is not None]
         return good | ~torch.stack([torch.isfinite(g).all() for g in given]).all()
 
-    def rows(self, count: int) -> Backward:
-        """The first samples only."""
-        cut = [None if t is None else t[:count] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
-        return Backward(cut[0], cut[1], cut[2], tuple(t[:count] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
+    def few(self) -> Backward:
+        """Two neighbours from the beginning of each quarter of the batch: a loss that subtracts its halves, or neighbours, is seen to."""
+        count = len(self.x)
+        if count <= 8:
+            return self
+        rows = torch.tensor([k * count // 4 + j for k in range(4) for j in range(2)], device=self.x.device)
+        cut = [None if t is None else t[rows] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
+        return Backward(cut[0], cut[1], cut[2], tuple(t[rows] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
 
 
 class Sum:

@@ -169,6 +169,10 @@ class Drift:
         return cls(places, added, torch.maximum(mean, least), mean)
 
 
+# Gradients of some calls, what their sum is wrong by, and whether all of them are behind losses that subtract.
+Found = tuple[dict[Tensor, Tensor], Tensor, bool]
+
+
 class Together:
     """What the calls of one `Reversible` add up to in one backward pass.
 
@@ -179,8 +183,7 @@ class Together:
 
     def __init__(self) -> None:
         self.waiting: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # By backward pass: gradients, what they are wrong by, and whether all of them are behind losses that subtract.
-        self.found: dict[int, tuple[dict[Tensor, Tensor], Tensor, bool]] = {}
+        self.found: dict[int, Found] = {}  # by backward pass
 
     def expect(self, call: Any) -> None:
         """Take note of a call that was made."""
@@ -206,18 +209,33 @@ class Together:
             if before is not None:
                 self.found[task] = before
             return None
-        total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
-        subtracts = bool(call.subtracts)
-        if before is not None:
-            wrong, subtracts = wrong + before[1], subtracts and before[2]
-            for p, g in before[0].items():
-                total[p] = total[p] + g if p in total else g
+        total, wrong, subtracts = _added(before, grads, drift, subtracts=call.subtracts)
         if self.waiting:
             self.found[task] = total, wrong, subtracts
         return None if before is None else (wrong / torch.linalg.vector_norm(sizes(list(total.values()))), subtracts)
 
+    def closed_by(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
+        """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
+        if others are waiting or none came before, so that nobody knows what will cancel.
+        """
+        before = self.found.get(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+        if before is None or not grads or any(key != id(call) for key in self.waiting):
+            return None
+        total, wrong, _ = _added(before, grads, drift, subtracts=True)
+        return wrong / torch.linalg.vector_norm(sizes(list(total.values())))
+
     def __reduce__(self) -> tuple[type[Together], tuple[()]]:
         return Together, ()
+
+
+def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, *, subtracts: bool) -> Found:
+    """The sum with the gradients of one call more, and what it is wrong by."""
+    total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
+    if before is not None:
+        wrong, subtracts = wrong + before[1], subtracts and before[2]
+        for p, g in before[0].items():
+            total[p] = total[p] + g if p in total else g
+    return total, wrong, subtracts
 
 
 @dataclass
