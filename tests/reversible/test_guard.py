@@ -229,6 +229,24 @@ def test_spot_check_finds_what_the_fingerprints_cannot_see(monkeypatch):
     assert report.worst_angle > 1e-2
 
 
+@pytest.mark.parametrize(("weight", "repaired"), [(1e-3, 1), (1.0, 2)], ids=["little cancels", "most cancels"])
+def test_the_last_call_of_a_difference_may_drift_as_far_as_leaves_the_sum_right(monkeypatch, weight, repaired):
+    """The other call, whose backward pass comes first, is held to a share of the tolerance: nobody knows yet what will cancel."""
+    model, x = planted(0.5)
+    drift = torch.tensor([0.3 * TOLERANCE], dtype=torch.float64)
+    monkeypatch.setattr(
+        call, "drifts_of", lambda before, after, sensitivities: torch.cat([drift, drift.new_zeros(len(before) - 1)])
+    )
+    guarded = Reversible(model, Guard(spot_check=0))
+    z = guarded(x)
+    difference = (guarded(x + 1e-3) - z).sum(1)
+    assert hold(difference, 0.1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ((1e-3 if weight == 1 else 1.0) * z.square().sum(1) + weight * difference).mean().backward()
+    assert guarded.report().repaired == repaired
+
+
 @pytest.mark.parametrize("halves", [True, False], ids=["halves", "neighbours"])
 def test_spot_check_sees_both_sides_of_a_loss_that_subtracts_within_a_batch(monkeypatch, halves):
     model, x = planted(1e-6)

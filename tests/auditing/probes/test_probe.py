@@ -45,6 +45,7 @@ def latent_reach():
 
 
 def test_nothing_else_has_to_change(latent_reach, tmp_path):
+    pytest.importorskip("plotly")  # for the page
     torch.manual_seed(0)
     flow = bilip.Flow(bilip.models.real_nvp(2, blocks=2, hidden=(8,)))
     sources = {"test": torch.randn(700, 2)}
