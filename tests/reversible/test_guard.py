@@ -278,7 +278,8 @@ def test_spot_check_looks_at_the_gradients_that_are_wanted(monkeypatch):
             warnings.simplefilter("ignore")
             (z[:16] - z[16:]).sum().backward()
         found.append(guarded.report().worst_angle)
-    assert found[0] > 3 * found[1]  # beside the gradient of the inputs, which does not cancel, little is seen of the others
+    # Beside the gradient of the inputs, which does not cancel, little is seen of the others.
+    assert found[0] > 3 * found[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "checkpoint"}, {"guard": Guard(budget=0)}])
