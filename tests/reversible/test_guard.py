@@ -265,6 +265,19 @@ def test_spot_check_sees_both_sides_of_a_loss_that_subtracts_within_a_batch(monk
         assert off(gradient(guarded, model, pairs, difference), stored) < 1e-3
 
 
+def test_spot_check_where_one_context_serves_all_samples():
+    class Shifted(nn.Linear):
+        def forward(self, x, context):
+            return super().forward(x + context)
+
+    torch.manual_seed(0)
+    model = Chain(*(blocks.AdditiveCoupling(Shifted(2, 2), blocks.Split(swap=bool(k))) for k in range(3)), shape=(4,))
+    guarded = Reversible(model, Guard(spot_check=1))
+    guarded(torch.randn(16, 4), torch.randn(1, 2)).square().sum().backward()
+    assert guarded.report().spot_checks == 1
+    assert guarded.report().worst_angle < 1e-4
+
+
 def test_spot_check_looks_at_the_gradients_that_are_wanted(monkeypatch):
     model, x = planted(1e-6)
     near = x + 1e-2 * torch.randn_like(x)

@@ -496,8 +496,10 @@ class Backward:
         if count <= 8:
             return self
         rows = torch.tensor([k * count // 4 + j for k in range(4) for j in range(2)], device=self.x.device)
-        cut = [None if t is None else t[rows] for t in (self.x, self.z, self.context, self.grad, self.grad_log)]
-        return Backward(cut[0], cut[1], cut[2], tuple(t[rows] for t in self.stored), cut[3], cut[4])  # type: ignore[arg-type]
+        x, z, grad, *stored = (t[rows] for t in (self.x, self.z, self.grad, *self.stored))
+        # One context may serve all samples.
+        context, grad_log = (None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log))
+        return Backward(x, z, context, tuple(stored), grad, grad_log)
 
 
 class Sum:
