@@ -498,7 +498,9 @@ class Backward:
         rows = torch.tensor([k * count // 4 + j for k in range(4) for j in range(2)], device=self.x.device)
         x, z, grad, *stored = (t[rows] for t in (self.x, self.z, self.grad, *self.stored))
         # One context may serve all samples.
-        context, grad_log = (None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log))
+        context, grad_log = (
+            None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log)
+        )
         return Backward(x, z, context, tuple(stored), grad, grad_log)
 
 
