@@ -6,8 +6,9 @@ READY := .venv/.ready
 
 .PHONY: demo test numeric numeric-plain numeric-threads soak soak-cpu soak-guard soak-bounds fuzz lint types docs bench table format clean
 
+# One thread: its operators are small, and several threads wait for each other on a busy machine.
 demo: $(READY)
-	@$(BIN)/bilip demo
+	@OMP_NUM_THREADS=1 $(BIN)/bilip demo
 
 # One thread a process: the tests are many small operators, which threads only slow down.
 test: $(READY)
