@@ -265,6 +265,24 @@ def test_spot_check_sees_both_sides_of_a_loss_that_subtracts_within_a_batch(monk
         assert off(gradient(guarded, model, pairs, difference), stored) < 1e-3
 
 
+def test_a_loss_that_subtracts_within_a_batch_and_says_so():
+    """Without `hold` the guard compares drift with the gradients of the samples, not with what they leave."""
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def difference(f, x):
+        z, log_det = f.forward_and_log_det(x)
+        value = z.tanh().sum(1) - log_det / 8
+        value = value[:16].mean() - value[16:].mean()
+        if f is guarded:
+            assert hold(value, 1e-3) == 1
+        return value
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    assert off(gradient(guarded, model, pairs, difference), gradient(model, model, pairs, difference)) < 1e-3
+    assert guarded.report().repaired == 1
+
+
 def test_spot_check_where_one_context_serves_all_samples():
     class Shifted(nn.Linear):
         def forward(self, x, context):
