@@ -42,12 +42,13 @@ from bilip.training.task import Draw
 FIRST = 40
 TOGETHER: Any = None  # where processes side by side wait for each other
 EPOCH = 390  # steps of 128 images through the 50,000 of CIFAR-10
-# By kind of training: whether gradients are memory-saving, and the penalties.
-KINDS: dict[str, tuple[bool, tuple[Any, ...]]] = {
-    "stored": (False, ()),
-    "nf": (False, (FlowLikelihood(1e-5),)),
-    "reversible": (True, ()),
-    "fd": (True, (FiniteDifference(1e-4, 10, scaling="original"),)),
+# By kind of training: the coupling, whether gradients are memory-saving, and the penalties.
+KINDS: dict[str, tuple[str, bool, tuple[Any, ...]]] = {
+    "stored": ("affine", False, ()),
+    "nf": ("affine", False, (FlowLikelihood(1e-5),)),
+    "reversible": ("affine", True, ()),
+    "fd": ("affine", True, (FiniteDifference(1e-4, 10, scaling="original"),)),
+    "additive": ("additive", False, ()),
 }
 
 
@@ -60,8 +61,8 @@ def made(kind: str, args: argparse.Namespace) -> tuple[Task, Classifier, ImageBa
     )
     batches = ImageBatches(images, args.batch, device=args.device)
     torch.manual_seed(0)
-    model = classifier(glow((3, 32, 32), levels=3, blocks=args.blocks, hidden=args.hidden, coupling="affine"))
-    saving, penalties = KINDS[kind]
+    coupling, saving, penalties = KINDS[kind]
+    model = classifier(glow((3, 32, 32), levels=3, blocks=args.blocks, hidden=args.hidden, coupling=coupling))
     if saving:
         model.trunk = Reversible(model.trunk)
     return Task(model, batches, Classification(penalties)), model, batches
