@@ -42,7 +42,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ FIRST, ALL = 0.25, 0.15  # the most repairs that may be needless: of healthy fir
 SCALES = ("sigmoid", "sigmoid", "exp", "tanh_exp", "half_sigmoid")
 SMOOTH = ("elu", "tanh")
 WAYS = ("forward", "inverse", "cycle", "finite differences")
+WITHIN = ("subtracting", "squared difference")  # of pairs of samples that are in one batch, asked for by name
 Task = tuple[Bijection, Tensor, str]  # the model, its batch, its activation
 
 
@@ -189,6 +190,8 @@ def loss_of(f: Bijection, x: Tensor, way: str, target: str) -> Tensor:
     goal = TARGETS[target]
     if way == "inverse":
         return goal(*f.inverse_and_log_det(x))
+    if way in WITHIN:
+        return within(f, x, way, goal)
     z, log_det = f.forward_and_log_det(x)
     value = goal(z, log_det)
     if way == "cycle":
@@ -196,6 +199,24 @@ def loss_of(f: Bijection, x: Tensor, way: str, target: str) -> Tensor:
     if way == "finite differences":
         return value + FiniteDifference(1e-3)(f, x, latent=(z, log_det), step=0)
     return value
+
+
+def within(f: Bijection, x: Tensor, way: str, goal: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A loss that subtracts samples of one batch: each, and one that is a step apart, as halves, as neighbours or shuffled."""
+    rng = random.Random(repr((x.shape, float(x.double().sum()))))
+    generator, step = torch.Generator().manual_seed(rng.getrandbits(32)), 10 ** rng.uniform(-4, -1)
+    plain = x.float()  # the same samples in float64
+    moved = plain + step * (plain.std(0) + 1e-3 * plain.abs().mean()) * torch.empty(x.shape).normal_(
+        generator=generator
+    )
+    order = torch.arange(2 * len(x))
+    order = rng.choice((order, order.view(2, -1).T.flatten(), torch.randperm(2 * len(x), generator=generator)))
+    z, log_det = f.forward_and_log_det(torch.cat([x, moved.to(x)])[order])
+    back = order.argsort()
+    (a, b), (log_a, log_b) = z[back].chunk(2), log_det[back].chunk(2)
+    if way == "subtracting":
+        return (goal(b, log_b) - goal(a, log_a)) / step
+    return ((b - a) / step).square().mean()
 
 
 def gradient(f: Bijection, model: Bijection, x: Tensor, way: str, target: str) -> list[Tensor]:
@@ -221,11 +242,11 @@ def usable(grads: list[Tensor]) -> bool:
     return all(bool(torch.isfinite(g).all()) for g in grads) and any(bool(g.any()) for g in grads)
 
 
-def draw(seed: int, index: int, attempt: int) -> tuple[Task, dict[str, Any]]:
+def draw(seed: int, index: int, attempt: int, ways: Sequence[str] = WAYS) -> tuple[Task, dict[str, Any]]:
     rng = random.Random(f"{seed} {index} {attempt}")
     torch.manual_seed(rng.getrandbits(32))
     family = rng.choices(list(FAMILIES), WEIGHTS)[0]
-    way, target = rng.choice(WAYS), rng.choice(list(TARGETS))
+    way, target = rng.choice(ways), rng.choice(list(TARGETS))
     model, x, act = FAMILIES[family](rng)
     if family == "images" and way == "inverse":
         x = torch.randn(len(x), *model.out_shape(x.shape[1:]))
@@ -260,11 +281,11 @@ def moved(model: Bijection, x: Tensor, what: tuple[str, str]) -> float:
     return largest
 
 
-def examine(seed: int, index: int) -> dict[str, Any]:
+def examine(seed: int, index: int, ways: Sequence[str] = WAYS) -> dict[str, Any]:
     """The first model of a row of random ones whose stored gradient is finite and not zero."""
     torch.set_num_threads(1)
     for attempt in range(100):
-        (model, x, act), facts = draw(seed, index, attempt)
+        (model, x, act), facts = draw(seed, index, attempt, ways)
         what = facts["way"], facts["target"]
         stored = gradient(model, model, x, *what)
         if usable(stored):
@@ -362,7 +383,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(seed: int, count: int, jobs: int, kept: Path | None) -> list[dict[str, Any]]:
+def run(seed: int, count: int, jobs: int, kept: Path | None, ways: Sequence[str] = WAYS) -> list[dict[str, Any]]:
     """What was found of each model, in their order; those whose rows are kept already are not examined again."""
     rows, begin = known(kept, seed, count), time.perf_counter()
     left = [index for index in range(count) if index not in rows]
@@ -370,7 +391,7 @@ def run(seed: int, count: int, jobs: int, kept: Path | None) -> list[dict[str, A
         ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
         kept.open("a") if kept else contextlib.nullcontext() as file,
     ):
-        waiting = [pool.submit(examine, seed, index) for index in left]
+        waiting = [pool.submit(examine, seed, index, ways) for index in left]
         for one in as_completed(waiting):
             row = {**one.result(), "torch": torch.__version__}
             rows[row["index"]] = row
@@ -402,10 +423,11 @@ def main() -> int:
     parser = options(__doc__, device=None, models=10_000, seed=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--rows", type=Path, help="keep what is found of each model here; the same command goes on")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *WITHIN), default=WAYS, help="what losses look at")
     args = parser.parse_args()
 
     begin, before = time.perf_counter(), len(known(args.rows, args.seed, args.models))
-    rows = run(args.seed, args.models, args.jobs, args.rows)
+    rows = run(args.seed, args.models, args.jobs, args.rows, args.ways)
     found = summary(rows)
     kinds = {
         "smooth": [r for r in rows if r["activation"] in SMOOTH],
@@ -428,7 +450,7 @@ def main() -> int:
         "summary": found,
         "activations": {name: summary(some) for name, some in kinds.items()},
         "families": {name: summary([r for r in rows if r["family"] == name]) for name in FAMILIES},
-        "ways": {name: summary([r for r in rows if r["way"] == name]) for name in WAYS},
+        "ways": {name: summary([r for r in rows if r["way"] == name]) for name in args.ways},
     }
     write(args.out, report)
     print(

@@ -283,6 +283,93 @@ def test_a_loss_that_subtracts_within_a_batch_and_says_so():
     assert guarded.report().repaired == 1
 
 
+@pytest.mark.parametrize("layout", ["halves", "neighbours", "shuffled"])
+@pytest.mark.parametrize("squared", [False, True], ids=["difference", "squared"])
+@pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-4])
+def test_a_loss_that_subtracts_within_a_batch_and_says_nothing(step, squared, layout):
+    """Drift counts relative to what the gradients of the samples leave, not to them."""
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + step * torch.randn_like(x)])
+    order = torch.arange(32)
+    if layout != "halves":
+        order = order.view(2, -1).T.flatten() if layout == "neighbours" else torch.randperm(32)
+
+    def difference(f, pairs):
+        z, log_det = f.forward_and_log_det(pairs[order])
+        value = (z.tanh() - log_det[:, None] / 8)[order.argsort()]
+        apart = (value[16:] - value[:16]) / step
+        return (apart.square() if squared else apart).mean()
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    reference = copy.deepcopy(model).double()
+    stored = gradient(model, model, pairs, difference)
+    noise = off(gradient(reference, reference, pairs.double(), difference), stored)
+    for _ in range(3):
+        assert off(gradient(guarded, model, pairs, difference), stored) < max(1e-3, 3 * noise)
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_what_cancels_within_a_batch_is_said(action):
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    guarded = Reversible(model, Guard(action=action, spot_check=0))
+
+    def within(f, x):
+        z = f(x)
+        return (z[:16] - z[16:]).tanh().mean()
+
+    said = (
+        pytest.warns(DriftWarning, match="drifted") if action == "warn" else pytest.raises(DriftError, match="drifted")
+    )
+    with said:
+        gradient(guarded, model, pairs, within)
+
+
+def test_gradients_that_a_bias_has_brought_to_zero_are_not_held_to_more():
+    """At the output they cancel as those of a loss that subtracts do, at the parameters they do not."""
+    torch.manual_seed(0)
+    model, x = models.real_nvp(4, blocks=6, actnorm=True), torch.randn(256, 4)
+    model(x)
+    walks = []
+
+    class Counted(Reversible):
+        def _run(self, *args):
+            found, made = super()._run(*args)
+            walk = made._walk
+            made._walk = lambda *a, **k: walks.append(1) or walk(*a, **k)
+            return found, made
+
+    guarded = Counted(model, Guard(spot_check=0))
+
+    def centred(f, x):
+        z = f(x)
+        return (z - z.detach().mean(0)).square().mean()
+
+    gradient(guarded, model, x, centred)
+    assert len(walks) == 2  # looked at
+    assert guarded.report().tolerance > TOLERANCE / 3
+    assert guarded.report().repaired == 0
+    walks.clear()
+    gradient(guarded, model, x)
+    assert len(walks) in (1, 2)
+
+
+def test_a_captured_step_is_held_as_the_steps_before_it_were(monkeypatch):
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def within(f, x):
+        z = f(x)
+        return (z[:16] - z[16:]).tanh().mean()
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    stored = gradient(model, model, pairs, within)
+    gradient(guarded, model, pairs, within)
+    guarded._watch.rest = 0
+    monkeypatch.setattr(call, "capturing", lambda x: True)
+    assert off(gradient(guarded, model, pairs, within), stored) < 1e-3
+
+
 def test_spot_check_where_one_context_serves_all_samples():
     class Shifted(nn.Linear):
         def forward(self, x, context):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,7 +33,7 @@ from bilip.nets.replay import (
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle
+from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle, sizes
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
@@ -46,6 +47,9 @@ CLOSE = 1e-4
 # Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
 # before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
 CANCELS = 5
+# From so many times their sum on, as independent ones add up, gradients of a few samples seldom cancel by chance.
+ODD = 3
+CALLS = 8  # so many calls are remembered, for captured steps
 
 
 @dataclass
@@ -216,14 +220,15 @@ class Call:
             return self._walk(back, signs=self.signs)[:2]
         watch.held += self.subtracts
         rests = not self.watched or (self.subtracts and watch.apart > 0)
-        if rests or self._asks_too_much(watch, back.x.dtype):
+        if rests or self._asks_too_much(watch, back):
             watch.rested(subtracts=self.subtracts)
             return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
-        share = 1.0 if self._closes_well(watch, back, result, drift) else self.share
-        if self._drifted(watch, drift, back.gives_finite(grad), back.x, share) or self._spot_check(watch, back):
+        lost = self._lost_within(watch, back, result)
+        share = 1.0 if self._closes_well(watch, back, result, lost * drift.total) else self.share
+        if self._drifted(watch, drift, back.gives_finite(grad), back.x, share / lost) or self._spot_check(watch, back):
             return self._exact(watch, back)
-        if self._cancels(watch, result, drift.mean):
+        if self._cancels(watch, result, lost * drift.mean):
             watch.repaired += 1
             return self._recompute(back)
         return grad, result
@@ -233,13 +238,31 @@ class Call:
         self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
-    def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Drift) -> bool:
+    def _lost_within(self, watch: Watch, back: Backward, result: Sum) -> float:
+        """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
+        samples of one call, as f(x) - f(x + e) of both in one batch, their gradients cancel, and their errors do not.
+
+        Such gradients cancel at the output as well, which costs nothing to see, but so do others, which a bias has brought to zero. So
+        the samples are then weighed at random and the walk is made once more: independent errors add up as these gradients do. A
+        captured step, which cannot stop to look, takes the largest of the last calls before it.
+        """
+        if capturing(back.x):
+            return watch.most_lost_within(self.inverse)
+        lost = 1.0
+        if result.parameters and back.cancels() > ODD:
+            mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
+            size, left = (torch.linalg.vector_norm(sizes([*one.parameters.values()])) for one in (mixed, result))
+            lost = float((size / left).nan_to_num(nan=1.0).clamp_min(1.0))
+        watch.lost_within.setdefault(self.inverse, deque(maxlen=CALLS)).append(lost)
+        return lost
+
+    def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
         """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
         right: how much cancels is no longer a guess, and the walk need not be held to a share of the tolerance for it.
         """
         if not self.subtracts or back.outward or capturing(back.x):
             return False
-        found = watch.together.closed_by(self, result.parameters, drift.total)
+        found = watch.together.closed_by(self, result.parameters, drift)
         return found is not None and bool(found <= watch.guard.limit(self.dtype))
 
     def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
@@ -336,11 +359,14 @@ class Call:
         ):
             yield
 
-    def _asks_too_much(self, watch: Watch, dtype: torch.dtype) -> bool:
+    def _asks_too_much(self, watch: Watch, back: Backward) -> bool:
         """Whether the loss wants more of this walk than its dtype can give, so that the step is computed without it."""
         if isinstance(self.share, Tensor) or watch.guard.action != "repair":
             return False
-        return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
+        share, dtype = self.share, back.x.dtype
+        if capturing(back.x):
+            share /= watch.most_lost_within(self.inverse)
+        return not share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
     def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor) -> bool:
         asked, least = share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
@@ -364,6 +390,8 @@ class Call:
         if first is None and max(changed, default=0.0) > watch.guard.same(x.dtype):
             worst = max(zip(changed, drift.changed, strict=True))
             return watch.changed(self.units[worst[1]].name, worst[0])
+        if first is None and watch.guard.action == "repair" and asked < least:  # more than its dtype can give
+            return watch.rests_from_here()
         if first is None or not watch.react(names[first], total):
             return False
         chosen = anchors_for(added, limit, 8 * torch.finfo(x.dtype).eps) or [first]
@@ -489,6 +517,26 @@ class Backward:
         good = torch.isfinite(grad).all() & torch.isfinite(self.z).all()
         given = [g for g in (self.grad, self.grad_log) if g is not None]
         return good | ~torch.stack([torch.isfinite(g).all() for g in given]).all()
+
+    def cancels(self) -> float:
+        """How many times larger the gradients of the outputs are, as independent samples add up, than their sum."""
+        rows = [g.reshape(len(g), -1) for g in (self.grad, self.grad_log) if g is not None]
+        pairs = [
+            (torch.linalg.vector_norm(r, dtype=torch.float64), torch.linalg.vector_norm(r.sum(0, dtype=torch.float64)))
+            for r in rows
+        ]
+        return float(torch.stack([a / b for a, b in pairs]).nan_to_num(nan=0.0).amax())
+
+    def weighed(self, seed: int) -> Backward:
+        """Each sample's gradient times a random number; their mean is 0 and their mean square 1."""
+        weights = torch.randn(len(self.x), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        weights -= weights.mean()
+        weights /= weights.square().mean().sqrt()
+        grad, grad_log = (
+            None if g is None else g * weights.to(g).reshape(-1, *[1] * (g.ndim - 1))
+            for g in (self.grad, self.grad_log)
+        )
+        return replace(self, grad=grad, grad_log=grad_log)
 
     def few(self) -> Backward:
         """Two neighbours from the beginning of each quarter of the batch: a loss that subtracts its halves, or neighbours, is seen to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,6 +258,9 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     apart: int = 0  # calls behind a loss that subtracts that do
     held: int = 0  # such calls so far
+    lost_within: dict[bool, deque[float]] = field(
+        default_factory=dict
+    )  # by direction: what cancelled within the last calls
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     together: Together = field(default_factory=Together, repr=False, compare=False)
@@ -362,6 +366,16 @@ class Watch:
         warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
         self.repaired += self.guard.action == "repair"
         return self.guard.action == "repair"
+
+    def most_lost_within(self, inverse: bool) -> float:
+        """How much larger errors are for what cancelled within the last calls of a direction: the largest."""
+        return max(self.lost_within.get(inverse, ()), default=1.0)
+
+    def rests_from_here(self) -> bool:
+        """Act on a loss that wants more of a walk than its dtype can give: this step and the next ones are computed without one."""
+        self.repaired += 1
+        self.rest = REST
+        return True
 
     def lost(self) -> bool:
         """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
