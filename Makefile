@@ -44,6 +44,7 @@ soak: $(READY)
 # At most an hour on two cores; exit code 1 if a gradient was wrong without a word.
 soak-guard: $(READY)
 	$(BIN)/python benchmarks/guard_soak.py --models 10000 --jobs 2 --out results/guard/soak.json
+	$(BIN)/python benchmarks/guard_soak.py --models 3000 --ways subtracting "squared difference" --jobs 2 --out results/guard/within.json
 
 # Gains above bounds and errors of inverses above what is stated, at all magnitudes: 30 minutes on two idle cores.
 soak-bounds: $(READY)
