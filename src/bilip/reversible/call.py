@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +32,7 @@ from bilip.nets.replay import (
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import Drift, DriftWarning, Watch, anchors_for, angle, sizes
+from bilip.reversible.guard import NOTHING, ODD, REST, Drift, DriftWarning, Watch, Within, anchors_for, angle, sizes
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
@@ -47,9 +46,6 @@ CLOSE = 1e-4
 # Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
 # before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
 CANCELS = 5
-# From so many times their sum on, as independent ones add up, gradients of a few samples seldom cancel by chance.
-ODD = 3
-CALLS = 8  # so many calls are remembered, for captured steps
 
 
 @dataclass
@@ -220,13 +216,13 @@ class Call:
             return self._walk(back, signs=self.signs)[:2]
         watch.held += self.subtracts
         rests = not self.watched or (self.subtracts and watch.apart > 0)
-        if rests or self._asks_too_much(watch, back):
+        if rests or self._asks_too_much(watch, back.x.dtype):
             watch.rested(subtracts=self.subtracts)
             return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
-        lost = self._lost_within(watch, back, result)
+        lost = self._lost_within(watch, back, grad, result)
         share = 1.0 if self._closes_well(watch, back, result, lost * drift.total) else self.share
-        if self._drifted(watch, drift, back.gives_finite(grad), back.x, share / lost) or self._spot_check(watch, back):
+        if self._drifted(watch, drift, back.gives_finite(grad), back.x, share, lost) or self._spot_check(watch, back):
             return self._exact(watch, back)
         if self._cancels(watch, result, lost * drift.mean):
             watch.repaired += 1
@@ -238,22 +234,35 @@ class Call:
         self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
-    def _lost_within(self, watch: Watch, back: Backward, result: Sum) -> float:
+    def _lost_within(self, watch: Watch, back: Backward, grad: Tensor, result: Sum) -> float:
         """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
-        samples of one call, as f(x) - f(x + e) of both in one batch, their gradients cancel, and their errors do not.
+        samples of one call, or positions of one sample, as f(x) - f(x + e), their gradients cancel, and their errors do not.
 
-        Such gradients cancel at the output as well, which costs nothing to see, but so do others, which a bias has brought to zero. So
-        the samples are then weighed at random and the walk is made once more: independent errors add up as these gradients do. A
-        captured step, which cannot stop to look, takes the largest of the last calls before it.
+        Such gradients cancel at the output as well, which costs little to see, but so do others, which a bias has brought to zero. So the
+        samples are then weighed at random and the walk is made once more: independent errors add up as these gradients do. Where nothing
+        is trained but what is before the bijection, what cancels at the output counts. A captured step cannot stop to look: it takes
+        the largest of the last calls before it, and asks to be run again if more cancels at either end.
         """
+        if not (result.parameters or back.upstream):
+            return 1.0
+        within = watch.within.setdefault(self.inverse, Within())
+        ends = [(back.grad, back.grad_log), (grad,)]
         if capturing(back.x):
-            return watch.most_lost_within(self.inverse)
-        lost = 1.0
-        if result.parameters and back.cancels() > ODD:
-            mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
-            size, left = (torch.linalg.vector_norm(sizes([*one.parameters.values()])) for one in (mixed, result))
-            lost = float((size / left).nan_to_num(nan=1.0).clamp_min(1.0))
-        watch.lost_within.setdefault(self.inverse, deque(maxlen=CALLS)).append(lost)
+            for end, most in zip(ends, within.most(), strict=True):
+                if math.isfinite(most):
+                    watch.flag.raise_unless(_cancels(*end) <= most)
+            return within.lost
+        seen = torch.stack([_cancels(*end) for end in ends]).clamp(ODD, NOTHING).tolist()
+        lost = within.like(seen) if seen[0] > ODD else 1.0
+        if lost is None:
+            lost = seen[0]
+            if result.parameters:
+                mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
+                size, left = (torch.linalg.vector_norm(sizes([*one.parameters.values()])) for one in (mixed, result))
+                lost = float((size / left).nan_to_num(nan=1.0))
+            lost = lost if lost > ODD else 1.0
+            within.measured(seen, lost)
+        within.calls.append((*seen, lost))
         return lost
 
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
@@ -359,28 +368,31 @@ class Call:
         ):
             yield
 
-    def _asks_too_much(self, watch: Watch, back: Backward) -> bool:
+    def _asks_too_much(self, watch: Watch, dtype: torch.dtype) -> bool:
         """Whether the loss wants more of this walk than its dtype can give, so that the step is computed without it."""
         if isinstance(self.share, Tensor) or watch.guard.action != "repair":
             return False
-        share, dtype = self.share, back.x.dtype
-        if capturing(back.x):
-            share /= watch.most_lost_within(self.inverse)
-        return not share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
+        return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
-    def _drifted(self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor) -> bool:
+    def _drifted(
+        self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor, cancelled: float
+    ) -> bool:
         asked, least = share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
         total, lost = drift.total, torch.where(finite, 0.0, torch.inf).double()
         if isinstance(asked, Tensor):  # known on the device alone: a step that asks too much is run again
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
-        watch.flag.raise_to(torch.maximum(total, lost) / (asked if isinstance(asked, Tensor) else max(asked, least)))
+        asked = asked if isinstance(asked, Tensor) else max(asked, least)
+        if cancelled > 1:  # what was measured, so that drift below what a walk can be held to is no guess either
+            most = watch.guard.limit(x.dtype) / cancelled
+            asked = asked.clamp_max(most) if isinstance(asked, Tensor) else min(asked, most)
+        watch.flag.raise_to(torch.maximum(total, lost) / asked)
         if drift.changed:
             watch.flag.raise_to(torch.stack(list(drift.changed.values())).amax() / watch.guard.same(x.dtype))
         if capturing(x):
             watch.steps += 1
             return False
-        limit = max(float(asked), least)
+        limit = float(asked)
         numbers = torch.cat((drift.added, torch.stack([total, lost, *drift.changed.values()]))).tolist()
         added, (total, lost, *changed) = numbers[: len(drift.places)], numbers[len(drift.places) :]
         names = [self.units[k].name for k in drift.places]
@@ -390,10 +402,11 @@ class Call:
         if first is None and max(changed, default=0.0) > watch.guard.same(x.dtype):
             worst = max(zip(changed, drift.changed, strict=True))
             return watch.changed(self.units[worst[1]].name, worst[0])
-        if first is None and watch.guard.action == "repair" and asked < least:  # more than its dtype can give
-            return watch.rests_from_here()
         if first is None or not watch.react(names[first], total):
             return False
+        if limit < least:  # from an anchor on a walk would be no better
+            watch.rest = REST
+            return True
         chosen = anchors_for(added, limit, 8 * torch.finfo(x.dtype).eps) or [first]
         watch.anchor(self.inverse, [(drift.places[k], names[k]) for k in chosen], x.element_size() * x.numel())
         return True
@@ -511,6 +524,7 @@ class Backward:
     grad: Tensor
     grad_log: Tensor | None
     outward: bool = False
+    upstream: bool = False  # what the gradient of the input or the context goes on to may add up its samples
 
     def gives_finite(self, grad: Tensor) -> Tensor:
         """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
@@ -518,25 +532,21 @@ class Backward:
         given = [g for g in (self.grad, self.grad_log) if g is not None]
         return good | ~torch.stack([torch.isfinite(g).all() for g in given]).all()
 
-    def cancels(self) -> float:
-        """How many times larger the gradients of the outputs are, as independent samples add up, than their sum."""
-        rows = [g.reshape(len(g), -1) for g in (self.grad, self.grad_log) if g is not None]
-        pairs = [
-            (torch.linalg.vector_norm(r, dtype=torch.float64), torch.linalg.vector_norm(r.sum(0, dtype=torch.float64)))
-            for r in rows
-        ]
-        return float(torch.stack([a / b for a, b in pairs]).nan_to_num(nan=0.0).amax())
-
     def weighed(self, seed: int) -> Backward:
-        """Each sample's gradient times a random number; their mean is 0 and their mean square 1."""
-        weights = torch.randn(len(self.x), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        weights -= weights.mean()
-        weights /= weights.square().mean().sqrt()
-        grad, grad_log = (
-            None if g is None else g * weights.to(g).reshape(-1, *[1] * (g.ndim - 1))
-            for g in (self.grad, self.grad_log)
-        )
-        return replace(self, grad=grad, grad_log=grad_log)
+        """The gradients times random numbers of mean 0 and mean square 1: one for each sample, and one more for each position."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> Tensor:
+            weights = torch.randn(shape, dtype=torch.float64, generator=generator)
+            weights -= weights.mean()
+            return weights / weights.square().mean().sqrt().clamp_min(1e-9)
+
+        samples = drawn(len(self.grad))
+        weights = samples.reshape(-1, *[1] * (self.grad.ndim - 1))
+        if self.grad.ndim > 2:
+            weights = weights + drawn(len(self.grad), 1, *self.grad.shape[2:])
+        grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
+        return replace(self, grad=self.grad * weights.to(self.grad), grad_log=grad_log)
 
     def few(self) -> Backward:
         """Two neighbours from the beginning of each quarter of the batch: a loss that subtracts its halves, or neighbours, is seen to."""
@@ -565,6 +575,17 @@ class Sum:
             self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
         if recovered.context is not None:
             self.context = recovered.context if self.context is None else self.context + recovered.context
+
+
+def _cancels(*grads: Tensor | None) -> Tensor:
+    """How many times larger gradients are, as independent ones add up, than their sum over samples, or over positions too; the largest."""
+    found = []
+    for g in grads:
+        if g is not None:
+            size, left = torch.linalg.vector_norm(g, dtype=torch.float64), g.sum(0, dtype=torch.float64)
+            sums = [left, left.flatten(1).sum(1)] if left.ndim > 1 else [left]
+            found += [size / torch.linalg.vector_norm(one) for one in sums]
+    return torch.stack(found).nan_to_num(nan=0.0).amax()
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:

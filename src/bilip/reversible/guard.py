@@ -22,6 +22,10 @@ ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
+CALLS = 8  # so many calls are remembered, for captured steps, which cannot stop to look at what cancels within them
+ODD = 3  # gradients seldom are so many times larger than their sum, as independent ones add up, by chance
+NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
+ALIKE, TAKEN_OVER = 1.4, 15  # what cancels within a call is taken over from one like it, for so many calls
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
@@ -239,6 +243,41 @@ def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, 
     return total, wrong, subtracts
 
 
+class Within:
+    """What cancelled within the last calls of one direction.
+
+    Of each call: how many times larger its gradients were than their sum, at the output, at the input, and at the parameters. The last
+    costs a walk, and is taken over for some calls from one whose ends were alike.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[float, float, float]] = deque(maxlen=CALLS)
+        self.known: tuple[Sequence[float], float] | None = None
+        self.since = 0
+
+    @property
+    def lost(self) -> float:
+        """The largest at the parameters."""
+        return max((lost for *_, lost in self.calls), default=1.0)
+
+    def most(self) -> list[float]:
+        """What may cancel at the two ends before a captured step is run again."""
+        ends = [max((call[k] for call in self.calls), default=ODD) for k in range(2)]
+        return [2 * end if end < NOTHING else math.inf for end in ends]
+
+    def like(self, ends: Sequence[float]) -> float | None:
+        """What was measured at the parameters of a call with such ends, if there was one not long ago."""
+        self.since += 1
+        if self.known is None or self.since > TAKEN_OVER:
+            return None
+        before, lost = self.known
+        return lost if all(1 / ALIKE <= a / b <= ALIKE for a, b in zip(ends, before, strict=True)) else None
+
+    def measured(self, ends: Sequence[float], lost: float) -> None:
+        """Take note of what was measured."""
+        self.known, self.since = (ends, lost), 0
+
+
 @dataclass
 class Watch:
     """What one `Reversible` remembers from step to step; the state behind a `GuardReport`."""
@@ -258,9 +297,7 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     apart: int = 0  # calls behind a loss that subtracts that do
     held: int = 0  # such calls so far
-    lost_within: dict[bool, deque[float]] = field(
-        default_factory=dict
-    )  # by direction: what cancelled within the last calls
+    within: dict[bool, Within] = field(default_factory=dict)  # by direction: what cancelled within calls
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     together: Together = field(default_factory=Together, repr=False, compare=False)
@@ -366,16 +403,6 @@ class Watch:
         warnings.warn(f"{text}; this gradient may be wrong", DriftWarning, stacklevel=2)
         self.repaired += self.guard.action == "repair"
         return self.guard.action == "repair"
-
-    def most_lost_within(self, inverse: bool) -> float:
-        """How much larger errors are for what cancelled within the last calls of a direction: the largest."""
-        return max(self.lost_within.get(inverse, ()), default=1.0)
-
-    def rests_from_here(self) -> bool:
-        """Act on a loss that wants more of a walk than its dtype can give: this step and the next ones are computed without one."""
-        self.repaired += 1
-        self.rest = REST
-        return True
 
     def lost(self) -> bool:
         """Act on a gradient that is not finite although no block has drifted; whether the step has to be repaired."""
