@@ -32,10 +32,11 @@ from bilip.nets.replay import (
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import NOTHING, ODD, REST, Drift, DriftWarning, Watch, Within, anchors_for, angle, sizes
+from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for, angle, sizes
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
+from bilip.reversible.within import NOTHING, ODD, Within, cancelled, weights
 
 __all__ = ["Backward", "Call"]
 
@@ -248,21 +249,28 @@ class Call:
         within = watch.within.setdefault(self.inverse, Within())
         ends = [(back.grad, back.grad_log), (grad,)]
         if capturing(back.x):
-            for end, most in zip(ends, within.most(), strict=True):
-                if math.isfinite(most):
-                    watch.flag.raise_unless(_cancels(*end) <= most)
+            for end, allowed in zip(ends, within.allowed, strict=True):
+                if math.isfinite(allowed):
+                    watch.flag.raise_unless(cancelled(*end) <= allowed)
             return within.lost
-        seen = torch.stack([_cancels(*end) for end in ends]).clamp(ODD, NOTHING).tolist()
-        lost = within.like(seen) if seen[0] > ODD else 1.0
+        seen = torch.stack([cancelled(*end) for end in ends]).clamp(ODD, NOTHING).tolist()
+        lost = 1.0 if max(seen) <= ODD else self._measured_within(watch, back, seen, result)
+        within.add(seen, lost)
+        return lost
+
+    def _measured_within(self, watch: Watch, back: Backward, ends: list[float], result: Sum) -> float:
+        if not result.parameters:
+            return max(ends)
+        within, given = watch.within[self.inverse], [g for g in (back.grad, back.grad_log) if g is not None]
+        left, size = (torch.linalg.vector_norm(sizes([*some])) for some in (result.parameters.values(), given))
+        share = float(left / size)
+        lost = within.like(ends, share)
         if lost is None:
-            lost = seen[0]
-            if result.parameters:
-                mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
-                size, left = (torch.linalg.vector_norm(sizes([*one.parameters.values()])) for one in (mixed, result))
-                lost = float((size / left).nan_to_num(nan=1.0))
+            mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
+            lost = torch.linalg.vector_norm(sizes([*mixed.parameters.values()])) / left
+            lost = float(lost.nan_to_num(nan=1.0))
             lost = lost if lost > ODD else 1.0
-            within.measured(seen, lost)
-        within.calls.append((*seen, lost))
+            within.measured(ends, share, lost)
         return lost
 
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
@@ -533,20 +541,10 @@ class Backward:
         return good | ~torch.stack([torch.isfinite(g).all() for g in given]).all()
 
     def weighed(self, seed: int) -> Backward:
-        """The gradients times random numbers of mean 0 and mean square 1: one for each sample, and one more for each position."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def drawn(*shape: int) -> Tensor:
-            weights = torch.randn(shape, dtype=torch.float64, generator=generator)
-            weights -= weights.mean()
-            return weights / weights.square().mean().sqrt().clamp_min(1e-9)
-
-        samples = drawn(len(self.grad))
-        weights = samples.reshape(-1, *[1] * (self.grad.ndim - 1))
-        if self.grad.ndim > 2:
-            weights = weights + drawn(len(self.grad), 1, *self.grad.shape[2:])
+        """The gradients times random numbers, so that they add up as independent ones do."""
+        samples, each = weights(self.grad, seed, entries=self.x.ndim > self.z.ndim)
         grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
-        return replace(self, grad=self.grad * weights.to(self.grad), grad_log=grad_log)
+        return replace(self, grad=self.grad * each.to(self.grad), grad_log=grad_log)
 
     def few(self) -> Backward:
         """Two neighbours from the beginning of each quarter of the batch: a loss that subtracts its halves, or neighbours, is seen to."""
@@ -575,17 +573,6 @@ class Sum:
             self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
         if recovered.context is not None:
             self.context = recovered.context if self.context is None else self.context + recovered.context
-
-
-def _cancels(*grads: Tensor | None) -> Tensor:
-    """How many times larger gradients are, as independent ones add up, than their sum over samples, or over positions too; the largest."""
-    found = []
-    for g in grads:
-        if g is not None:
-            size, left = torch.linalg.vector_norm(g, dtype=torch.float64), g.sum(0, dtype=torch.float64)
-            sums = [left, left.flatten(1).sum(1)] if left.ndim > 1 else [left]
-            found += [size / torch.linalg.vector_norm(one) for one in sums]
-    return torch.stack(found).nan_to_num(nan=0.0).amax()
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:

@@ -88,7 +88,10 @@ class MemorySaving(torch.autograd.Function):
             return None, *_stored(call, given, wanted, x, context, *parameters)
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         grad_log = grads[1] if call.log_det else None
-        upstream = any(w and t.grad_fn is not None for w, t in zip(wanted, (x, context), strict=False))
+        # Where this gradient goes on to a parameter, or is one of a context that serves all samples, those of the samples are added up.
+        upstream = any(
+            w and (t.grad_fn is not None or len(t) != len(x)) for w, t in zip(wanted, (x, context), strict=False)
+        )
         back = Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1], upstream=upstream)
         g_x, result = call.backward(back)
         # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from bilip._torch import Flag, dtype_name, half_digits
 from bilip.errors import DriftError, InputError
+from bilip.reversible.within import Within
 
 __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for", "angle"]
 
@@ -22,10 +22,6 @@ ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
 LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
-CALLS = 8  # so many calls are remembered, for captured steps, which cannot stop to look at what cancels within them
-ODD = 3  # gradients seldom are so many times larger than their sum, as independent ones add up, by chance
-NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
-ALIKE, TAKEN_OVER = 1.4, 15  # what cancels within a call is taken over from one like it, for so many calls
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
@@ -243,41 +239,6 @@ def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, 
     return total, wrong, subtracts
 
 
-class Within:
-    """What cancelled within the last calls of one direction.
-
-    Of each call: how many times larger its gradients were than their sum, at the output, at the input, and at the parameters. The last
-    costs a walk, and is taken over for some calls from one whose ends were alike.
-    """
-
-    def __init__(self) -> None:
-        self.calls: deque[tuple[float, float, float]] = deque(maxlen=CALLS)
-        self.known: tuple[Sequence[float], float] | None = None
-        self.since = 0
-
-    @property
-    def lost(self) -> float:
-        """The largest at the parameters."""
-        return max((lost for *_, lost in self.calls), default=1.0)
-
-    def most(self) -> list[float]:
-        """What may cancel at the two ends before a captured step is run again."""
-        ends = [max((call[k] for call in self.calls), default=ODD) for k in range(2)]
-        return [2 * end if end < NOTHING else math.inf for end in ends]
-
-    def like(self, ends: Sequence[float]) -> float | None:
-        """What was measured at the parameters of a call with such ends, if there was one not long ago."""
-        self.since += 1
-        if self.known is None or self.since > TAKEN_OVER:
-            return None
-        before, lost = self.known
-        return lost if all(1 / ALIKE <= a / b <= ALIKE for a, b in zip(ends, before, strict=True)) else None
-
-    def measured(self, ends: Sequence[float], lost: float) -> None:
-        """Take note of what was measured."""
-        self.known, self.since = (ends, lost), 0
-
-
 @dataclass
 class Watch:
     """What one `Reversible` remembers from step to step; the state behind a `GuardReport`."""
@@ -327,6 +288,10 @@ class Watch:
                 found.add(k)
                 spent += cost
         return found
+
+    def allowed(self) -> dict[bool, tuple[float, float]]:
+        """What may cancel within a call before a captured step is run again, by direction: it is recorded with the step."""
+        return {way: within.allowed for way, within in self.within.items()}
 
     def report(self) -> GuardReport:
         """The present state."""
