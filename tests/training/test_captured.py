@@ -126,6 +126,29 @@ def test_a_walk_that_begins_to_drift_is_repaired(captured, device, tmp_path, bud
     assert bool(reports[1].anchors) == (budget > 0)
 
 
+def test_where_ever_more_cancels_within_a_call_a_few_steps_are_run_again(captured, device, tmp_path):
+    """A graph knows how much may cancel; it is recorded anew where more does."""
+
+    def make():
+        trunk = Reversible(make_trunk(), Guard(spot_check=0))
+
+        def batch(draw):
+            generator = torch.Generator().manual_seed(draw("data"))
+            x = torch.randn(16, 2, generator=generator)
+            return (torch.cat([x, x + 0.1 * 0.9**draw.step * torch.randn(16, 2, generator=generator)]),)
+
+        def loss(model, step, x):
+            z = model(x)
+            return {"loss": (z[:16] - z[16:]).square().mean()}
+
+        return Task(trunk, batch, loss)
+
+    *_, apart = both(make, device, tmp_path, lr=1e-4)
+    assert apart < 1e-4  # of 4e-3 that 40 steps of Adam may go: gradients of 1e-4 are known to a few digits
+    assert 1 <= captured[0].reruns <= 8
+    assert captured[0].replays > STEPS // 2
+
+
 def test_differences_that_cancel_are_recorded_without_a_walk_and_the_steps_between_are_not(
     captured, device, tmp_path, monkeypatch
 ):

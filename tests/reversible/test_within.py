@@ -1,0 +1,326 @@
+"""What cancels within one call: no wrong gradient without a word where a loss subtracts samples of a batch, or positions of a sample."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bilip import Chain, blocks, models
+from bilip.errors import DriftError
+from bilip.reversible import DriftWarning, Guard, Reversible, call
+from bilip.reversible.function import hold
+from bilip.reversible.within import NOTHING, ODD, TAKEN_OVER, Within, cancelled, weights
+from catalogue import squash
+from walks import TOLERANCE, gradient, loss_of, off, planted
+
+pytestmark = pytest.mark.numeric
+
+
+def stays_right(model, x, loss, leaves=None):
+    """Three steps; what float32 cannot tell of the stored gradient is allowed, where the model is all that is trained."""
+    stored = gradient(model, leaves or model, x, loss)
+    noise = 0.0
+    if leaves is None:
+        reference = copy.deepcopy(model).double()
+        noise = off(gradient(reference, reference, x.double(), loss), stored)
+    guarded = Reversible(model, Guard(spot_check=0))
+    for _ in range(3):
+        assert off(gradient(guarded, leaves or model, x, loss), stored) < max(1e-3, 3 * noise)
+
+
+@pytest.mark.parametrize("layout", ["halves", "neighbours", "shuffled"])
+@pytest.mark.parametrize("squared", [False, True], ids=["difference", "squared"])
+@pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-4])
+def test_a_loss_that_subtracts_within_a_batch_and_says_nothing(step, squared, layout):
+    """Drift counts relative to what the gradients of the samples leave, not to them."""
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + step * torch.randn_like(x)])
+    order = torch.arange(32)
+    if layout != "halves":
+        order = order.view(2, -1).T.flatten() if layout == "neighbours" else torch.randperm(32)
+
+    def difference(f, pairs):
+        z, log_det = f.forward_and_log_det(pairs[order])
+        value = (z.tanh() - log_det[:, None] / 8)[order.argsort()]
+        apart = (value[16:] - value[:16]) / step
+        return (apart.square() if squared else apart).mean()
+
+    stays_right(model, pairs, difference)
+
+
+def pixelwise(size=1, mode="zeros"):
+    """Couplings of images, one of them squashed, whose nets look at `size` pixels."""
+    torch.manual_seed(0)
+    parts = []
+    for k in range(8):
+        net = nn.Sequential(
+            nn.Conv2d(2, 16, size, padding="same", padding_mode=mode),
+            nn.ELU(),
+            nn.Conv2d(16, 4, size, padding="same", padding_mode=mode),
+        )
+        parts.append(blocks.AffineCoupling(net, partition=blocks.Split(swap=k % 2 == 1)))
+    with torch.no_grad():
+        parts[3].t[-1].bias[2:] -= 8
+    return Chain(*parts, shape=(4, 8, 8))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("flat", [False, True], ids=["image", "flat"])
+def test_a_loss_that_subtracts_pixels_of_one_sample(flat, samples):
+    model = pixelwise()
+    x = torch.randn(samples, 4, 8, 4).repeat_interleave(2, dim=3)
+    x[..., 1::2] += 1e-3 * torch.randn(samples, 4, 8, 4)
+
+    def difference(f, x):
+        z = f(x).unflatten(1, (4, 8, 8)) if flat else f(x)
+        return (z[..., 1::2] - z[..., ::2]).tanh().mean()
+
+    stays_right(Chain(*model, blocks.Flatten((4, 8, 8)), shape=(4, 8, 8)) if flat else model, x, difference)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_loss_that_subtracts_tokens_whose_features_come_last(samples):
+    torch.manual_seed(0)
+    parts = []
+    for k in range(8):
+        net = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 6))
+        parts.append(blocks.AffineCoupling(net, partition=blocks.Split(dim=-1, swap=k % 2 == 1)))
+    with torch.no_grad():
+        parts[3].t[-1].bias[3:] -= 8
+    x = torch.randn(samples, 4, 6).repeat_interleave(2, dim=1)
+    x[:, 1::2] += 1e-3 * torch.randn(samples, 4, 6)
+    stays_right(Chain(*parts, shape=(8, 6)), x, lambda f, x: f(x).unflatten(1, (4, 2)).diff(dim=2).tanh().mean())
+
+
+def test_a_loss_that_asks_for_the_same_of_shifted_images():
+    model = pixelwise(size=3, mode="circular")
+    x = torch.randn(4, 4, 8, 8)
+    pairs = torch.cat([x, x.roll(1, 3) + 1e-3 * torch.randn_like(x)])
+
+    def consistency(f, pairs):
+        z = f(pairs)
+        return (z[:4].roll(1, 3) - z[4:]).square().mean()
+
+    stays_right(model, pairs, consistency)
+
+
+@pytest.mark.parametrize("where", ["input", "context"])
+def test_what_is_trained_before_a_frozen_flow(where):
+    """The gradients of the samples meet in the parameters of what comes before."""
+    torch.manual_seed(0)
+    if where == "input":
+        model, first = models.real_nvp(8, blocks=8, hidden=(16,), activation="tanh"), nn.Linear(8, 8)
+    else:
+        model, first = models.real_nvp(8, blocks=8, hidden=(16,), activation="tanh", context=8), nn.Linear(8, 8)
+    squash(model[3], 1e-3)
+    model.requires_grad_(False)
+    x = torch.randn(16, 8)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def difference(f, pairs):
+        z = f(first(pairs)) if where == "input" else f(x.repeat(2, 1), first(pairs))
+        return (z[16:] - z[:16]).tanh().mean()
+
+    stays_right(model, pairs, difference, first)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_context_that_is_trained_and_serves_all_samples(frozen):
+    class Prompted(nn.Sequential):
+        def forward(self, x, context):
+            return super().forward(x + context)
+
+    torch.manual_seed(0)
+    parts = [
+        blocks.AffineCoupling(
+            Prompted(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)), partition=blocks.Split(swap=k % 2 == 1)
+        )
+        for k in range(8)
+    ]
+    model = Chain(*parts, shape=(8,))
+    squash(model[3], 1e-3)
+    model.requires_grad_(not frozen)
+    prompt, x = nn.ParameterList([torch.randn(1, 4)]), torch.randn(16, 8)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def difference(f, pairs):
+        z = f(pairs, prompt[0])
+        return (z[16:] - z[:16]).tanh().mean()
+
+    stays_right(model, pairs, difference, prompt)
+
+
+@pytest.mark.parametrize("squared", [False, True], ids=["difference", "squared"])
+def test_a_healthy_loss_between_does_not_speak_for_one_that_subtracts(squared):
+    """At the output the gradients of both cancel to the last digit; at the input a steep front makes them alike."""
+    torch.manual_seed(1)
+    parts = list(models.real_nvp(8, blocks=6, hidden=(32,), activation="tanh"))
+    squash(parts[2], 1e-3)
+    model = Chain(blocks.Logit(1e-4), *parts, shape=(8,))
+    guarded, spread = Reversible(model, Guard(spot_check=0)), torch.rand(32, 8)
+    spread[0, 0] = 0.003
+    pairs = torch.cat([spread, (spread + 1e-3 * torch.rand(32, 8)).clamp(1e-3, 1)])
+
+    def difference(f, x):
+        z = f(x)
+        apart = z[:32] - z[32:]
+        return (apart.square() if squared else apart.tanh()).mean()
+
+    reference = copy.deepcopy(model).double()
+    stored = gradient(model, model, pairs, difference)
+    noise = off(gradient(reference, reference, pairs.double(), difference), stored)
+    for _ in range(5):
+        gradient(guarded, model, torch.rand(64, 8), lambda f, x: (f(x) - f(x).detach().mean(0)).square().mean())
+        assert off(gradient(guarded, model, pairs, difference), stored) < max(1e-3, 3 * noise)
+
+
+def test_a_difference_that_is_held_is_not_held_twice():
+    """Both `hold` and what is measured speak of the same: the stricter counts, not the product."""
+    torch.manual_seed(0)
+    model, x = models.real_nvp(8, blocks=6, hidden=(16,)), torch.randn(32, 8)
+    pairs = torch.cat([x, x + 3e-3 * torch.randn_like(x)])
+
+    def difference(f, pairs):
+        z = f(pairs)
+        value = (z[32:] - z[:32]).tanh().mean()
+        assert hold(value, 0.03) == 1
+        return value
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    gradient(guarded, model, pairs, difference)
+    assert guarded.report().tolerance > TOLERANCE * 3e-3 / 3
+    assert guarded.report().repaired == 0
+
+
+def test_a_walk_that_is_good_enough_is_kept_however_much_is_asked():
+    """A tolerance close to what the dtype gives, and gradients whose biases are near zero: drift counts, not what it might be."""
+    torch.manual_seed(0)
+    model, x = models.real_nvp(4, blocks=2, actnorm=True, activation="tanh"), torch.randn(64, 4)
+    guarded = Reversible(model, Guard(tolerance=1e-5, spot_check=0))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss_of(guarded, x).backward()
+        optimizer.step()
+    assert guarded.report().repaired < 15
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_what_cancels_within_a_batch_is_said(action):
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    guarded = Reversible(model, Guard(action=action, spot_check=0))
+
+    def within(f, x):
+        z = f(x)
+        return (z[:16] - z[16:]).tanh().mean()
+
+    said = (
+        pytest.warns(DriftWarning, match="drifted") if action == "warn" else pytest.raises(DriftError, match="drifted")
+    )
+    with said:
+        gradient(guarded, model, pairs, within)
+
+
+def test_gradients_that_a_bias_has_brought_to_zero_are_not_held_to_more():
+    """At the output they cancel as those of a loss that subtracts do, at the parameters they do not."""
+    torch.manual_seed(0)
+    model, x = models.real_nvp(4, blocks=6, actnorm=True), torch.randn(256, 4)
+    model(x)
+    walks = []
+
+    class Counted(Reversible):
+        def _run(self, *args):
+            found, made = super()._run(*args)
+            walk = made._walk
+            made._walk = lambda *a, **k: walks.append(1) or walk(*a, **k)
+            return found, made
+
+    guarded = Counted(model, Guard(spot_check=0))
+
+    def centred(f, x):
+        z = f(x)
+        return (z - z.detach().mean(0)).square().mean()
+
+    gradient(guarded, model, x, centred)
+    assert len(walks) == 2  # looked at
+    assert guarded.report().tolerance > TOLERANCE / 3
+    assert guarded.report().repaired == 0
+    walks.clear()
+    gradient(guarded, model, x)
+    assert len(walks) in (1, 2)
+
+
+@pytest.mark.parametrize("step", [1e-3, 1e-4])
+def test_a_captured_step_is_held_as_those_before_it_were_and_asks_for_more(step, monkeypatch):
+    """It cannot stop to look; its flag says that it has to be run again."""
+    model, x = planted(1e-3)
+    near = torch.randn_like(x)
+
+    def within(f, x):
+        z = f(x)
+        return (z[:16] - z[16:]).square().mean()  # at the output they cancel to the last digit, whatever the step
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    for _ in range(3):
+        gradient(guarded, model, torch.cat([x, x + 0.1 * near]), within)
+    pairs = torch.cat([x, x + step * near])
+    monkeypatch.setattr(call, "capturing", lambda x: True)
+    guarded.drift_flag().zero_()
+    gradient(guarded, model, pairs, within)
+    assert guarded.drift_flag() > 1
+
+
+# ---- its parts
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 4, 5), (6, 3, 4, 4)])
+def test_independent_gradients_do_not_cancel(shape):
+    torch.manual_seed(0)
+    assert cancelled(torch.randn(shape)) < ODD
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_differences_cancel_wherever_they_are(dim):
+    torch.manual_seed(0)
+    half = torch.randn(4, 4, 4, 4)
+    pairs = torch.cat([half, 1e-3 * torch.randn_like(half) - half], dim=dim)
+    assert cancelled(pairs) > 100
+    assert cancelled(None, pairs, torch.ones(len(pairs))) == cancelled(pairs)
+    assert cancelled(torch.zeros(4, 2)) == 0
+    assert cancelled(torch.tensor([[1.0], [-1.0]])) > NOTHING
+
+
+def test_weights_are_drawn_for_samples_and_positions():
+    samples, each = weights(torch.zeros(500, 2, 6, 6), 0, entries=False)
+    assert abs(float(samples.mean())) < 1e-12
+    assert float(samples.square().mean()) == pytest.approx(1)
+    assert each.shape == (500, 2, 6, 6)
+    assert float(each.square().mean()) == pytest.approx(3, rel=0.15)
+    assert weights(torch.zeros(5, 4), 0, entries=False)[1].shape == (5, 1)
+    assert weights(torch.zeros(5, 4), 0, entries=True)[1].shape == (5, 4)
+    assert weights(torch.zeros(2, 4), 3, entries=False)[0].abs().tolist() == pytest.approx(
+        [1, 1]
+    )  # one pair: subtracted
+    assert not weights(torch.zeros(1, 4), 0, entries=False)[0].any()
+
+
+def test_what_is_taken_over_and_what_is_not():
+    within = Within()
+    assert within.like([NOTHING, 5.0], 1.0) is None
+    within.measured([NOTHING, 5.0], 1.0, 7.0)
+    assert within.like([NOTHING, 6.0], 0.9) == 7.0
+    assert within.like([NOTHING, 50.0], 1.0) is None
+    assert within.like([NOTHING, 5.0], 0.5) is None  # less is left
+    assert [within.like([NOTHING, 5.0], 1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 3
+
+
+def test_what_a_captured_step_allows_grows_by_powers_of_two():
+    within = Within()
+    assert within.allowed == (8.0, 8.0)
+    within.add([4.0, ODD], 1.0)
+    assert within.allowed == (8.0, 8.0)
+    within.add([NOTHING, 5.0], 6.0)
+    assert within.allowed == (float("inf"), 16.0)
+    assert within.lost == 6.0
