@@ -90,7 +90,8 @@ class MemorySaving(torch.autograd.Function):
         grad_log = grads[1] if call.log_det else None
         # Where this gradient goes on to a parameter, or is one of a context that serves all samples, those of the samples are added up.
         upstream = any(
-            w and (t.grad_fn is not None or t.shape[:1] != x.shape[:1]) for w, t in zip(wanted, (x, context), strict=False)
+            w and (t.grad_fn is not None or t.shape[:1] != x.shape[:1])
+            for w, t in zip(wanted, (x, context), strict=False)
         )
         back = Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1], upstream=upstream)
         g_x, result = call.backward(back)
