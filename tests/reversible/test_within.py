@@ -312,8 +312,13 @@ def test_what_is_taken_over_and_what_is_not():
     within.measured([NOTHING, 5.0], 1.0, 7.0)
     assert within.like([NOTHING, 6.0], 0.9) == 7.0
     assert within.like([NOTHING, 50.0], 1.0) is None
+    assert within.like([NOTHING, ODD], 1.0) is None  # of another loss, perhaps
     assert within.like([NOTHING, 5.0], 0.5) is None  # less is left
-    assert [within.like([NOTHING, 5.0], 1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 3
+    assert within.like([NOTHING, 5.0], 0.0) is None
+    assert [within.like([NOTHING, 5.0], 1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 5
+    within.measured([NOTHING, 50.0], 1.0, 1.0)
+    assert within.like([NOTHING, 5.0], 3.0) == 1.0  # nothing was lost, and less cancels
+    assert within.like([NOTHING, 5.0], 0.5) is None
 
 
 def test_what_a_captured_step_allows_grows_by_powers_of_two():

@@ -28,34 +28,35 @@ class Within:
     """
 
     def __init__(self) -> None:
-        self.lost_by_calls: deque[float] = deque(maxlen=CALLS)
-        self.most = [ODD, ODD]  # at the ends, so far
+        self.calls: deque[tuple[float, float, float]] = deque(maxlen=CALLS)
         self.known: tuple[Sequence[float], float, float] | None = None
         self.since = 0
 
     @property
     def lost(self) -> float:
         """The largest of the last calls, at the parameters."""
-        return max(self.lost_by_calls, default=1.0)
+        return max((lost for *_, lost in self.calls), default=1.0)
 
     @property
     def allowed(self) -> tuple[float, float]:
-        """What may cancel at the two ends of a captured step before it is run again: at least twice as much as in any call so far, a
-        power of two; infinite where nothing but rounding was left already.
+        """What may cancel at the two ends of a captured step before it is run again: at least twice as much as in any of the last calls, a
+        power of two; infinite where nothing but rounding was left.
         """
-        first, last = (2.0 ** math.ceil(math.log2(2 * most)) if most < NOTHING else math.inf for most in self.most)
+        most = (max((call[k] for call in self.calls), default=ODD) for k in range(2))
+        first, last = (2.0 ** math.ceil(math.log2(2 * end)) if end < NOTHING else math.inf for end in most)
         return first, last
 
     def like(self, ends: Sequence[float], left: float) -> float | None:
-        """What was measured at the parameters of a call with such ends that left as much, or less, if there was one not long ago."""
+        """What was measured at the parameters of a call not long ago, if this one is alike: if nothing was lost there, no more cancels
+        here and as much is left.
+        """
         self.since += 1
         if self.known is None or self.since > TAKEN_OVER:
             return None
         before, left_then, lost = self.known
-        alike = (
-            all(1 / ALIKE <= a / b <= ALIKE for a, b in zip(ends, before, strict=True)) and left >= left_then / ALIKE
-        )
-        return lost if alike else None
+        more = [*(now / then for now, then in zip(ends, before, strict=True)), left_then / left if left else math.inf]
+        least = 1 / ALIKE if lost > 1 else 0.0
+        return lost if all(least <= ratio <= ALIKE for ratio in more) else None
 
     def measured(self, ends: Sequence[float], left: float, lost: float) -> None:
         """Take note of what was measured at the parameters."""
@@ -63,8 +64,7 @@ class Within:
 
     def add(self, ends: Sequence[float], lost: float) -> None:
         """Take note of a call."""
-        self.most = [max(a, b) for a, b in zip(self.most, ends, strict=True)]
-        self.lost_by_calls.append(lost)
+        self.calls.append((ends[0], ends[1], lost))
 
 
 def cancelled(*grads: Tensor | None) -> Tensor:

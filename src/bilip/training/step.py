@@ -182,7 +182,7 @@ class CapturedStep:
             self.graphs.clear()
             self.calls.clear()
             self.anchors = anchors
-        if allowed != self.allowed:  # more may cancel within a call than was recorded
+        if allowed != self.allowed:  # what may cancel within a call is recorded with it
             self.graphs.clear()
             self.allowed = allowed
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
