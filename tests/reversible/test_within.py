@@ -1,6 +1,7 @@
 """What cancels within one call: no wrong gradient without a word where a loss subtracts samples of a batch, or positions of a sample."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def stays_right(model, x, loss, leaves=None):
     guarded = Reversible(model, Guard(spot_check=0))
     for _ in range(3):
         assert off(gradient(guarded, leaves or model, x, loss), stored) < max(1e-3, 3 * noise)
+
+
+def halves_apart(f, x):
+    z = f(x)
+    return (z[:16] - z[16:]).tanh().mean()
 
 
 @pytest.mark.parametrize("layout", ["halves", "neighbours", "shuffled"])
@@ -211,16 +217,11 @@ def test_what_cancels_within_a_batch_is_said(action):
     model, x = planted(1e-3)
     pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
     guarded = Reversible(model, Guard(action=action, spot_check=0))
-
-    def within(f, x):
-        z = f(x)
-        return (z[:16] - z[16:]).tanh().mean()
-
     said = (
         pytest.warns(DriftWarning, match="drifted") if action == "warn" else pytest.raises(DriftError, match="drifted")
     )
     with said:
-        gradient(guarded, model, pairs, within)
+        gradient(guarded, model, pairs, halves_apart)
 
 
 def test_gradients_that_a_bias_has_brought_to_zero_are_not_held_to_more():
@@ -250,6 +251,32 @@ def test_gradients_that_a_bias_has_brought_to_zero_are_not_held_to_more():
     walks.clear()
     gradient(guarded, model, x)
     assert len(walks) in (1, 2)
+
+
+def test_what_is_looked_at_needs_no_memory_for_the_gradients_of_all_blocks(monkeypatch):
+    """The second walk tells how large gradients are, and keeps none of them."""
+    model, x = planted(1e-3, count=12)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    seen, alive, walk, back = [], [], call.Call._walk, call.Call._back
+
+    def watched_back(self, *args, **kwargs):
+        found = back(self, *args, **kwargs)
+        seen[-1].extend(map(weakref.ref, found.parameters.values()))
+        alive[-1].append(sum(one() is not None for one in seen[-1]))
+        return found
+
+    def watched_walk(self, *args, **kwargs):
+        seen.append([])
+        alive.append([])
+        return walk(self, *args, **kwargs)
+
+    monkeypatch.setattr(call.Call, "_back", watched_back)
+    monkeypatch.setattr(call.Call, "_walk", watched_walk)
+    gradient(Reversible(model, Guard(spot_check=0)), model, pairs, halves_apart)
+    of_one = len(list(model[0].parameters()))
+    first, second = alive[:2]
+    assert first[-1] == 12 * of_one
+    assert max(second[:12]) <= 2 * of_one  # what comes after is the repair
 
 
 @pytest.mark.parametrize("step", [1e-3, 1e-4])

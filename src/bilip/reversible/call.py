@@ -32,11 +32,11 @@ from bilip.nets.replay import (
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
-from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for, angle, sizes
+from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for, angle
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
-from bilip.reversible.within import NOTHING, ODD, Within, cancelled, weights
+from bilip.reversible.within import NOTHING, ODD, Within, cancelled, sizes, weights
 
 __all__ = ["Backward", "Call"]
 
@@ -266,9 +266,9 @@ class Call:
         share = float(left / size)
         lost = within.like(ends, share)
         if lost is None:
-            mixed = self._walk(back.weighed(watch.steps), watched=False, signs=self.signs)[1]
-            lost = torch.linalg.vector_norm(sizes([*mixed.parameters.values()])) / left
-            lost = float(lost.nan_to_num(nan=1.0))
+            mixed = Size()
+            self._walk(back.weighed(watch.steps), watched=False, signs=self.signs, result=mixed)
+            lost = float((mixed.total() / left).nan_to_num(nan=1.0))
             lost = lost if lost > ODD else 1.0
             within.measured(ends, share, lost)
         return lost
@@ -294,15 +294,18 @@ class Call:
             return False
         return watch.cancelled(float(found), limit, subtracts=subtracts)
 
-    def _walk(self, back: Backward, *, watched: bool = True, signs: Signs | None = None) -> tuple[Tensor, Sum, Drift]:
+    def _walk(
+        self, back: Backward, *, watched: bool = True, signs: Signs | None = None, result: Sum | None = None
+    ) -> tuple[Tensor, Sum, Drift]:
         """From the output to the input, each state recovered from the one after it; with the sides of the activations as given."""
+        result = Sum() if result is None else result
         given = dict(zip(self.kept, back.stored, strict=True))
         given[0] = back.x
         seen: dict[int, Tensor] = {}
         sensitivities: list[Tensor] = []
         grads: list[tuple[int, Tensor]] = []  # of parameters, and how many drifts came before
         changed: dict[int, Tensor] = {}
-        result, y, grad, own = Sum(), back.z, back.grad, False
+        y, grad, own = back.z, back.grad, False
         for k in reversed(range(len(self.units))):
             self.matrices.on_the_walk(k, y)
             mark, output = (self.prints.get(k), self.outputs.get(k)) if watched else (None, None)
@@ -317,7 +320,8 @@ class Call:
             if mark is not None:
                 seen[k] = mark.again(y) if recovered.print is None else recovered.print
                 sensitivities.append(mark.sensitivity(y, grad))
-            grads += ((len(seen), g) for g in recovered.parameters.values())
+            if watched:
+                grads += ((len(seen), g) for g in recovered.parameters.values())
         if not seen:
             return grad, result, replace(Drift.none(grad), changed=changed)
         found = drifts_of([self.prints[k] for k in seen], list(seen.values()), sensitivities)
@@ -573,6 +577,22 @@ class Sum:
             self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
         if recovered.context is not None:
             self.context = recovered.context if self.context is None else self.context + recovered.context
+
+
+class Size(Sum):
+    """How large gradients are, unit by unit: they are not kept, so that no more memory is needed for a deeper chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def add(self, recovered: Recovered) -> None:
+        if recovered.parameters:
+            self.found.append(sizes([*recovered.parameters.values()]))
+
+    def total(self) -> Tensor:
+        """Their norm."""
+        return torch.linalg.vector_norm(torch.cat(self.found))
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:

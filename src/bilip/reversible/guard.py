@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bilip._torch import Flag, dtype_name, half_digits
 from bilip.errors import DriftError, InputError
-from bilip.reversible.within import Within
+from bilip.reversible.within import Within, sizes
 
 __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_for", "angle"]
 
@@ -445,12 +445,6 @@ def anchors_for(added: Sequence[float], limit: float, rounding: float) -> list[i
             chosen.append(k)
             begun, total = max(after - before if math.isfinite(after) else math.inf, rounding), 0.0
     return chosen
-
-
-def sizes(grads: Sequence[Tensor]) -> Tensor:
-    """Their norms, in float64: squares of large gradients are no float32."""
-    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
-    return torch.stack(torch._foreach_norm(dense, dtype=torch.float64))
 
 
 def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "ODD", "Within", "cancelled", "weights"]
+__all__ = ["NOTHING", "ODD", "Within", "cancelled", "sizes", "weights"]
 
 ODD = 3.0  # gradients seldom are so many times larger than their sum, as independent ones add up, by chance
 NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
@@ -67,6 +67,12 @@ class Within:
         self.calls.append((ends[0], ends[1], lost))
 
 
+def sizes(grads: Sequence[Tensor]) -> Tensor:
+    """Their norms, in float64: squares of large gradients are no float32."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    return torch.stack(torch._foreach_norm(dense, dtype=torch.float64))
+
+
 def cancelled(*grads: Tensor | None) -> Tensor:
     """How many times larger gradients are, as independent ones add up, than their sum over the samples, or over positions too; the largest.
 
@@ -79,10 +85,12 @@ def cancelled(*grads: Tensor | None) -> Tensor:
     found = []
     for g in grads:
         if g is not None:
-            size, left = torch.linalg.vector_norm(g, dtype=torch.float64), g.sum(0, dtype=torch.float64)
+            exact = g.double()
+            left = exact.sum(0)
             sums = [left, left.flatten(1).sum(1), left.flatten(0, -2).sum(0)] if left.ndim > 1 else [left]
-            found += [size / torch.linalg.vector_norm(one) for one in sums]
-    return torch.stack(found).nan_to_num(nan=0.0).amax()
+            size, *rest = sizes([exact, *sums]).split([1, len(sums)])
+            found += [size / one for one in rest]
+    return torch.cat(found).nan_to_num(nan=0.0).amax()
 
 
 def weights(grad: Tensor, seed: int, *, entries: bool) -> tuple[Tensor, Tensor]:
