@@ -910,6 +910,19 @@ def test_gradients_that_nearly_cancel_are_told():
         gradient(Reversible(model, Guard(action="raise")), model, x, there_and_back)
 
 
+@pytest.mark.parametrize("action", ["repair", "raise"])
+def test_gradients_of_several_calls_that_are_zero_are_right(action):
+    """As those of a triplet loss whose margins are kept."""
+    model, x = planted(0.5)
+    guarded = Reversible(model, Guard(action=action))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradient(guarded, model, x, lambda f, x: 0 * (f(x) - f(x + 1)).square().sum())
+    assert not any(g.any() for g in found)
+    assert guarded.report().repaired == 0
+    assert guarded.drift_flag() <= 1
+
+
 def test_a_loss_that_subtracts_rests_apart_from_the_steps_between():
     torch.manual_seed(0)
     model, x = models.real_nvp(4, blocks=8, hidden=(16,)), torch.randn(16, 4)

@@ -127,7 +127,7 @@ def test_a_walk_that_begins_to_drift_is_repaired(captured, device, tmp_path, bud
 
 
 def test_where_ever_more_cancels_within_a_call_a_few_steps_are_run_again(captured, device, tmp_path):
-    """A graph knows how much may cancel; it is recorded anew where more does."""
+    """What is left of the gradients tells a graph how much cancels; where that is too much, the step is run again."""
 
     def make():
         trunk = Reversible(make_trunk(), Guard(spot_check=0))

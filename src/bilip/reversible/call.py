@@ -36,7 +36,7 @@ from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
-from bilip.reversible.within import NOTHING, ODD, Within, cancelled, sizes, weights
+from bilip.reversible.within import MARGIN, NOTHING, ODD, Within, cancelled, sizes, usual, weights
 
 __all__ = ["Backward", "Call"]
 
@@ -221,7 +221,7 @@ class Call:
             watch.rested(subtracts=self.subtracts)
             return self._exact(watch, back)
         grad, result, drift = self._walk(back, signs=self.signs)
-        lost = self._lost_within(watch, back, grad, result)
+        lost = self._lost_within(watch, back, grad, result, drift)
         share = 1.0 if self._closes_well(watch, back, result, lost * drift.total) else self.share
         if self._drifted(watch, drift, back.gives_finite(grad), back.x, share, lost) or self._spot_check(watch, back):
             return self._exact(watch, back)
@@ -235,43 +235,45 @@ class Call:
         self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
-    def _lost_within(self, watch: Watch, back: Backward, grad: Tensor, result: Sum) -> float:
+    def _lost_within(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Drift) -> float | Tensor:
         """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
         samples of one call, or positions of one sample, as f(x) - f(x + e), their gradients cancel, and their errors do not.
 
-        Such gradients cancel at the output as well, which costs little to see, but so do others, which a bias has brought to zero. So the
-        samples are then weighed at random and the walk is made once more: independent errors add up as these gradients do. Where nothing
-        is trained but what is before the bijection, what cancels at the output counts. A captured step cannot stop to look: it takes
-        the largest of the last calls before it, and asks to be run again if more cancels at either end.
+        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do.
+        From the last such walks a call knows what to expect, by what is left of its gradients, and is looked at where that might matter;
+        or where gradients cancel at its ends, unless one like it was not long ago. A captured step cannot stop to look, and takes
+        what is to be expected. Where nothing is trained but what is before the bijection, what cancels there counts.
         """
-        if not (result.parameters or back.upstream):
-            return 1.0
-        within = watch.within.setdefault(self.inverse, Within())
-        ends = [(back.grad, back.grad_log), (grad,)]
-        if capturing(back.x):
-            for end, allowed in zip(ends, within.allowed, strict=True):
-                if math.isfinite(allowed):
-                    watch.flag.raise_unless(cancelled(*end) <= allowed)
-            return within.lost
-        seen = torch.stack([cancelled(*end) for end in ends]).clamp(ODD, NOTHING).tolist()
-        lost = 1.0 if max(seen) <= ODD else self._measured_within(watch, back, seen, result)
-        within.add(seen, lost)
-        return lost
-
-    def _measured_within(self, watch: Watch, back: Backward, ends: list[float], result: Sum) -> float:
         if not result.parameters:
-            return max(ends)
-        within, given = watch.within[self.inverse], [g for g in (back.grad, back.grad_log) if g is not None]
-        left, size = (torch.linalg.vector_norm(sizes([*some])) for some in (result.parameters.values(), given))
-        share = float(left / size)
-        lost = within.like(ends, share)
+            lost = self._lost_before(back, grad, result)
+            return lost if capturing(back.x) else float(lost)
+        within = watch.within.setdefault(self.inverse, Within())
+        given = sizes([g for g in (back.grad, back.grad_log) if g is not None])
+        left = sizes([*result.parameters.values()]) if drift.size is None else drift.size
+        left, size = torch.linalg.vector_norm(left), torch.linalg.vector_norm(given)
+        expected = within.expected(left, size)
+        if capturing(back.x):
+            return expected
+        ends = torch.stack([cancelled(back.grad, back.grad_log), cancelled(grad)]).clamp(ODD, NOTHING)
+        *seen, share, likely, drifted = torch.stack([*ends, left / size, expected, drift.total]).tolist()
+        limit = watch.guard.limit(back.x.dtype)
+        doubtful = drifted * (MARGIN * likely if within.gains else NOTHING) > limit
+        if drifted > limit or not (doubtful or max(seen) > ODD):
+            return likely
+        lost = within.like(seen, share)
         if lost is None:
             mixed = Size()
             self._walk(back.weighed(watch.steps), watched=False, signs=self.signs, result=mixed)
-            lost = float((mixed.total() / left).nan_to_num(nan=1.0))
-            lost = lost if lost > ODD else 1.0
-            within.measured(ends, share, lost)
+            lost = within.measured(seen, share, float(mixed.total() / size))
         return lost
+
+    def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
+        """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
+        of_input, of_context = back.upstream
+        ends = [grad] if of_input else []
+        if of_context and result.context is not None:  # one for all samples is added up already
+            ends.append(result.context if result.context.shape[:1] == grad.shape[:1] else grad)
+        return usual(cancelled(*ends)) if ends else torch.ones((), dtype=torch.float64, device=grad.device)
 
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
         """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
@@ -326,7 +328,8 @@ class Call:
             return grad, result, replace(Drift.none(grad), changed=changed)
         found = drifts_of([self.prints[k] for k in seen], list(seen.values()), sensitivities)
         drift = Drift.of(list(seen), found, grads, everywhere=back.outward)
-        return grad, result, replace(drift, changed=changed)
+        shared = len(grads) != len(result.parameters)
+        return grad, result, replace(drift, changed=changed, size=None if shared else drift.size)
 
     def _back(
         self,
@@ -387,7 +390,7 @@ class Call:
         return not self.share * watch.guard.limit(dtype) >= watch.guard.least(dtype)
 
     def _drifted(
-        self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor, cancelled: float
+        self, watch: Watch, drift: Drift, finite: Tensor, x: Tensor, share: float | Tensor, cancelled: float | Tensor
     ) -> bool:
         asked, least = share * watch.guard.limit(x.dtype), watch.guard.least(x.dtype)
         total, lost = drift.total, torch.where(finite, 0.0, torch.inf).double()
@@ -395,8 +398,12 @@ class Call:
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
         asked = asked if isinstance(asked, Tensor) else max(asked, least)
-        if cancelled > 1:  # what was measured, so that drift below what a walk can be held to is no guess either
-            most = watch.guard.limit(x.dtype) / cancelled
+        most = (
+            watch.guard.limit(x.dtype) / cancelled
+        )  # no guess: drift below what a walk can be held to is seen all the same
+        if isinstance(most, Tensor):
+            asked = most.clamp_max(asked)
+        else:
             asked = asked.clamp_max(most) if isinstance(asked, Tensor) else min(asked, most)
         watch.flag.raise_to(torch.maximum(total, lost) / asked)
         if drift.changed:
@@ -536,7 +543,8 @@ class Backward:
     grad: Tensor
     grad_log: Tensor | None
     outward: bool = False
-    upstream: bool = False  # what the gradient of the input or the context goes on to may add up its samples
+    # Whether what the gradient of the input goes on to, and that of the context, may add up the samples.
+    upstream: tuple[bool, bool] = (False, False)
 
     def gives_finite(self, grad: Tensor) -> Tensor:
         """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
@@ -546,7 +554,7 @@ class Backward:
 
     def weighed(self, seed: int) -> Backward:
         """The gradients times random numbers, so that they add up as independent ones do."""
-        samples, each = weights(self.grad, seed, entries=self.x.ndim > self.z.ndim)
+        samples, each = weights(self.grad, seed, entries=self.z.ndim == 2)
         grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
         return replace(self, grad=self.grad * each.to(self.grad), grad_log=grad_log)
 

@@ -89,10 +89,11 @@ class MemorySaving(torch.autograd.Function):
         grad = torch.zeros_like(z) if grads[0] is None else grads[0]
         grad_log = grads[1] if call.log_det else None
         # Where this gradient goes on to a parameter, or is one of a context that serves all samples, those of the samples are added up.
-        upstream = any(
-            w and (t.grad_fn is not None or t.shape[:1] != x.shape[:1])
+        of_input, of_context = (
+            w and t is not None and (t.grad_fn is not None or t.shape[:1] != x.shape[:1])
             for w, t in zip(wanted, (x, context), strict=False)
         )
+        upstream = bool(of_input), bool(of_context)
         back = Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1], upstream=upstream)
         g_x, result = call.backward(back)
         # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.

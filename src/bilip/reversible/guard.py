@@ -144,6 +144,7 @@ class Drift:
     # the gradient of the input is wanted.
     total: Tensor
     mean: Tensor  # the same without these two
+    size: Tensor | None = None  # the norm of the gradients of all parameters, if any were found
     # By unit whose input was kept: how far it now gives another output. The walk has no drift there, and without this a block that
     # has changed since the forward pass, or draws by itself, would not be noticed.
     changed: Mapping[int, Tensor] = field(default_factory=dict)
@@ -162,12 +163,14 @@ class Drift:
         if not grads:
             return cls(places, added, least, least)
         size = sizes([g for _, g in grads])
-        weight = size / size.amax()
+        largest = size.amax()
+        weight = size / largest
         until = [torch.zeros_like(added[0]), *added.unbind()]
         met = torch.stack([until[count] for count, _ in grads])
-        mean = torch.linalg.vector_norm(weight * met) / torch.linalg.vector_norm(weight)
+        total = torch.linalg.vector_norm(weight)
+        mean = torch.linalg.vector_norm(weight * met) / total
         mean = torch.where(torch.isfinite(mean), mean, added[-1])  # no gradient, or one that is not finite
-        return cls(places, added, torch.maximum(mean, least), mean)
+        return cls(places, added, torch.maximum(mean, least), mean, largest * total)
 
 
 # Gradients of some calls, what their sum is wrong by, and whether all of them are behind losses that subtract.
@@ -213,7 +216,7 @@ class Together:
         total, wrong, subtracts = _added(before, grads, drift, subtracts=call.subtracts)
         if self.waiting:
             self.found[task] = total, wrong, subtracts
-        return None if before is None else (wrong / torch.linalg.vector_norm(sizes(list(total.values()))), subtracts)
+        return None if before is None else (_relative(wrong, total), subtracts)
 
     def closed_by(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
@@ -223,7 +226,7 @@ class Together:
         if before is None or not grads or any(key != id(call) for key in self.waiting):
             return None
         total, wrong, _ = _added(before, grads, drift, subtracts=True)
-        return wrong / torch.linalg.vector_norm(sizes(list(total.values())))
+        return _relative(wrong, total)
 
     def __reduce__(self) -> tuple[type[Together], tuple[()]]:
         return Together, ()
@@ -237,6 +240,11 @@ def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, 
         for p, g in before[0].items():
             total[p] = total[p] + g if p in total else g
     return total, wrong, subtracts
+
+
+def _relative(wrong: Tensor, grads: Mapping[Tensor, Tensor]) -> Tensor:
+    """Relative to their size; of gradients that are zero and right, as those of a hinge that is satisfied, nothing is wrong."""
+    return torch.where(wrong == 0, 0.0, wrong / torch.linalg.vector_norm(sizes(list(grads.values()))))
 
 
 @dataclass
@@ -288,10 +296,6 @@ class Watch:
                 found.add(k)
                 spent += cost
         return found
-
-    def allowed(self) -> dict[bool, tuple[float, float]]:
-        """What may cancel within a call before a captured step is run again, by direction: it is recorded with the step."""
-        return {way: within.allowed for way, within in self.within.items()}
 
     def report(self) -> GuardReport:
         """The present state."""

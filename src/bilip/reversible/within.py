@@ -11,60 +11,75 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "ODD", "Within", "cancelled", "sizes", "weights"]
+__all__ = ["MARGIN", "NOTHING", "ODD", "Within", "cancelled", "sizes", "usual", "weights"]
 
 ODD = 3.0  # gradients seldom are so many times larger than their sum, as independent ones add up, by chance
 NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
-CALLS = 8  # so many calls are remembered, for captured steps, which cannot stop to look
+CALLS = 8  # so many calls that were looked at tell what to expect of others
 ALIKE, TAKEN_OVER = 1.4, 15  # what cancels within a call is taken over from one like it, for so many calls
+MARGIN = 10.0  # what is expected may be too low by this factor
 
 
 class Within:
     """What cancelled within the calls of one direction.
 
-    Of each call four numbers: how many times larger its gradients were than their sum, at the output, at the input, and at the
-    parameters, and how large the last sum was beside the gradient of the output. The third costs a walk, and is taken over for some
-    calls from one that was alike.
+    Of calls that were looked at: how many times larger the gradients of the parameters would be than those of the outputs if samples
+    were independent. It says, without a look, how much cancels in another call, by what is left of its gradients.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[float, float, float]] = deque(maxlen=CALLS)
+        self.gains: deque[float] = deque(maxlen=CALLS)
         self.known: tuple[Sequence[float], float, float] | None = None
         self.since = 0
+        self.gain: Tensor | None = None  # the largest of them, where captured steps read it
 
-    @property
-    def lost(self) -> float:
-        """The largest of the last calls, at the parameters."""
-        return max((lost for *_, lost in self.calls), default=1.0)
+    def expected(self, left: Tensor, size: Tensor) -> Tensor:
+        """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual, or unknown.
 
-    @property
-    def allowed(self) -> tuple[float, float]:
-        """What may cancel at the two ends of a captured step before it is run again: at least twice as much as in any of the last calls, a
-        power of two; infinite where nothing but rounding was left.
+        Args:
+            left: The size of its gradients of the parameters.
+            size: That of its gradients of the outputs.
         """
-        most = (max((call[k] for call in self.calls), default=ODD) for k in range(2))
-        first, last = (2.0 ** math.ceil(math.log2(2 * end)) if end < NOTHING else math.inf for end in most)
-        return first, last
+        if self.gain is None or self.gain.device != left.device:
+            self.gain = torch.full((), max(self.gains, default=0.0), dtype=torch.float64, device=left.device)
+        return usual(self.gain * size / left)
 
-    def like(self, ends: Sequence[float], left: float) -> float | None:
-        """What was measured at the parameters of a call not long ago, if this one is alike: if nothing was lost there, no more cancels
-        here and as much is left.
+    def like(self, ends: Sequence[float], share: float) -> float | None:
+        """What was measured in a call not long ago, if this one is alike: if nothing was lost there, no more cancels at its ends and as
+        much is left.
         """
         self.since += 1
         if self.known is None or self.since > TAKEN_OVER:
             return None
-        before, left_then, lost = self.known
-        more = [*(now / then for now, then in zip(ends, before, strict=True)), left_then / left if left else math.inf]
+        before, share_then, lost = self.known
+        more = [
+            *(now / then for now, then in zip(ends, before, strict=True)),
+            share_then / share if share else math.inf,
+        ]
         least = 1 / ALIKE if lost > 1 else 0.0
         return lost if all(least <= ratio <= ALIKE for ratio in more) else None
 
-    def measured(self, ends: Sequence[float], left: float, lost: float) -> None:
-        """Take note of what was measured at the parameters."""
-        self.known, self.since = (ends, left, lost), 0
+    def measured(self, ends: Sequence[float], share: float, gain: float) -> float:
+        """Take note of a call that was looked at, and say how much cancels in it.
 
-    def add(self, ends: Sequence[float], lost: float) -> None:
-        """Take note of a call."""
-        self.calls.append((ends[0], ends[1], lost))
+        Args:
+            ends: How many times larger its gradients are than their sum, at the output and at the input.
+            share: How large its gradients of the parameters are, relative to those of the outputs.
+            gain: How large they would be, if samples were independent.
+        """
+        if math.isfinite(gain):
+            self.gains.append(gain)
+            if self.gain is not None:
+                self.gain.fill_(max(self.gains))
+        lost = gain / share if share else math.nan if not gain else math.inf
+        lost = lost if lost > ODD else 1.0
+        self.known, self.since = (ends, share, lost), 0
+        return lost
+
+
+def usual(lost: Tensor) -> Tensor:
+    """What is lost by chance, or is no number, counts as nothing."""
+    return torch.where(lost > ODD, lost, 1.0)
 
 
 def sizes(grads: Sequence[Tensor]) -> Tensor:
@@ -102,7 +117,7 @@ def weights(grad: Tensor, seed: int, *, entries: bool) -> tuple[Tensor, Tensor]:
     Args:
         grad: Samples, then channels and positions in any order.
         seed: Of a generator of their own.
-        entries: Each entry of a sample is a position, as in a latent that has been made flat.
+        entries: Each entry of a sample may be a position, as where a net looks at the parts of a flat state one by one.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -152,7 +152,6 @@ class CapturedStep:
         walks = (part for part in step.objective.modules() if isinstance(part, Reversible))
         self.flags = [walk.flag for walk in walks]  # others are noted when they are met
         self.anchors: list = []
-        self.allowed: list = []
         self.failed, self.replays, self.reruns = False, 0, 0
         self.subtracting: set[object] = set()  # variants of steps with calls behind a loss that subtracts
         self.grads = {p: torch.zeros_like(p) for p in step.objective.parameters() if p.requires_grad}
@@ -177,14 +176,11 @@ class CapturedStep:
         for parameter, grad in self.grads.items():  # one storage, which graphs and eager steps share
             parameter.grad = grad
         watches = self._watches()
-        anchors, allowed = [list(watch.anchors) for watch in watches], [watch.allowed() for watch in watches]
+        anchors = [list(watch.anchors) for watch in watches]
         if anchors != self.anchors:  # other activations are stored: the old graphs, and their memory, are done with
             self.graphs.clear()
             self.calls.clear()
             self.anchors = anchors
-        if allowed != self.allowed:  # what may cancel within a call is recorded with it
-            self.graphs.clear()
-            self.allowed = allowed
         shapes = [(tensor.shape, tensor.dtype) for tensor in batch]
         variant = self.task.variant(step)
         resting = [(watch.rest > 0, watch.apart > 0 and variant in self.subtracting) for watch in watches]
