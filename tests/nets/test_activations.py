@@ -82,6 +82,27 @@ def test_unknown_names_and_modules():
     assert activations.facts(nn.CELU(-1.0)) is None
 
 
+def relu6(**limits):
+    module = nn.ReLU6()
+    vars(module).update(limits)
+    return module
+
+
+@pytest.mark.parametrize("limits", [{"max_val": 600.0}, {"min_val": -50.0}, {"min_val": 2.0, "max_val": 3.0}])
+def test_relu6_acts_with_the_limits_it_has_now(limits):
+    module = relu6(**limits)
+    x = torch.linspace(-700, 700, 1401, dtype=torch.float64)[:, None]
+    image = activations.facts(module).enclose(Box(-700, 700, shape=(1,)))
+    assert float(image.low) <= float(module(x).min()) < float(module(x).max()) <= float(image.high)
+    value, error = point_image(module, x)
+    assert bool(((value - module(x)).norm(dim=1) <= error).all())
+
+
+def test_relu6_with_limits_that_do_not_fit_is_not_known():
+    assert activations.facts(relu6(max_val=-1.0)) is None
+    assert activations.facts(relu6(min_val=math.nan)) is None
+
+
 # ---- values in float64 and how far they are from the exact ones: measured against 60 digits
 
 

@@ -239,7 +239,7 @@ def _softsign(v: Tensor) -> Tensor:
 _FACTS: dict[type[nn.Module], Callable[..., Facts | None]] = {
     nn.Identity: lambda _: _monotone(1.0, lambda v: v, fresh=False),
     nn.ReLU: lambda _: _monotone(1.0, F.relu),
-    nn.ReLU6: lambda _: _monotone(1.0, F.relu6),
+    nn.ReLU6: _hardtanh,  # torch reads the limits at each call
     nn.LeakyReLU: _leaky,
     nn.PReLU: _prelu,
     nn.ELU: _elu,
