@@ -3,6 +3,7 @@
 import math
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -302,3 +303,93 @@ def test_a_declared_net_with_all_digits_is_charged_for_no_fewer():
     flat = Residual(Declared(Clamped(), lipschitz=0.5))  # constant for most of them
     assert exact.solve(z).error_bound.max() < 1e-11
     assert flat.solve(z).error_bound.max() < 1e-11
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sin(x.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
+
+
+def in_a_buffer(x):
+    y = torch.empty(x.shape)
+    y.copy_(x)
+    return y.sin_().to(x.dtype)
+
+
+def in_a_function(x):
+    return Own.apply(x)
+
+
+class Scripted(nn.Module):
+    def forward(self, x):
+        return torch.sin(x.float()).double()
+
+
+SINES = {
+    "float32": lambda x: torch.sin(x.float()).to(x.dtype),
+    "only in": lambda x: torch.sin(x.float().to(x.dtype)),
+    "only out": lambda x: torch.sin(x).float().to(x.dtype),
+    "a buffer": in_a_buffer,
+    "a function of its own": in_a_function,
+    "scripted": torch.jit.script(Scripted()),
+    "numpy": lambda x: torch.from_numpy(np.sin(x.numpy().astype(np.float32)).astype(np.float64)),
+    "an array": lambda x: torch.from_numpy(np.sin(np.asarray(x, dtype=np.float32)).astype(np.float64)),
+    "a list": lambda x: torch.tensor([[math.sin(row[0])] for row in x.tolist()]).double(),
+    "numbers": lambda x: torch.tensor([[math.sin(row[0].item())] for row in x]).double(),
+}
+
+
+class BesideASkip(nn.Module):
+    """x / 10 + sin(x) / 2 with a skip in float64, which every step of the input moves."""
+
+    def __init__(self, sine):
+        super().__init__()
+        self.sine = sine
+
+    def forward(self, x):
+        return 0.1 * x + 0.5 * self.sine(x)
+
+
+class States(BesideASkip):
+    def log_lipschitz(self, shape=None, outputs=None):
+        return math.log(0.6) + 1e-15
+
+
+@pytest.mark.parametrize("name", SINES)
+@pytest.mark.parametrize("kind", [lambda sine: Declared(BesideASkip(sine), lipschitz=0.6), States])
+def test_a_part_in_fewer_digits_is_charged_beside_a_skip_in_float64(kind, name):
+    block = Residual(kind(SINES[name]))
+    z = torch.linspace(-5, 5, 201, dtype=F64)[:, None] + 0.0123
+    with torch.no_grad():
+        solution = block.solve(z)
+    x = solution.x
+    for _ in range(100):
+        x = z - (0.1 * x + 0.5 * torch.sin(x))
+    errors = (solution.x - x).abs()[:, 0]
+    assert bool((errors <= solution.error_bound).all())
+    assert bool(solution.converged.all())
+    assert float(errors.max()) > 1e-9  # so the charge is not for nothing
+
+
+class Harmless(nn.Module):
+    """Constants, masks and buffers in float32 that no digit of the input passes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.half = torch.tensor([0.5])
+
+    def forward(self, x):
+        zeros = torch.zeros(x.shape)
+        zeros = zeros.masked_fill(x.isnan(), 2.0)[:]
+        kept = torch.where(x.isnan(), torch.tensor(1.0), x) * torch.where(x > 0, 1.0, 1.0) * (x < math.inf).float()
+        return self.half * torch.sin(kept) + zeros
+
+
+def test_constants_and_masks_in_fewer_digits_are_not_charged():
+    z = torch.linspace(-5, 5, 41, dtype=F64)[:, None]
+    assert Residual(Declared(Harmless(), lipschitz=0.5)).solve(z).error_bound.max() < 1e-13
