@@ -119,6 +119,10 @@ def _softplus(x, beta=1):
     return (max(scaled, mpmath.mpf(0)) + mpmath.log1p(mpmath.exp(-abs(scaled)))) / beta
 
 
+def _celu(x, alpha):
+    return x if x > 0 else alpha * mpmath.expm1(x / alpha)
+
+
 def _selu(x):
     alpha, scale = mpmath.mpf("1.6732632423543772848170429916717"), mpmath.mpf("1.0507009873554804934193349852946")
     return scale * (x if x > 0 else alpha * mpmath.expm1(x))
@@ -137,7 +141,10 @@ EXACT = {
     "prelu": (lambda: nn.PReLU(1, -0.7), lambda x: x if x > 0 else mpmath.mpf(float(torch.tensor(-0.7))) * x),
     "elu": (lambda: nn.ELU(1.7), lambda x: x if x > 0 else mpmath.mpf(1.7) * mpmath.expm1(x)),
     "selu": (nn.SELU, _selu),
-    "celu": (lambda: nn.CELU(0.4), lambda x: x if x > 0 else mpmath.mpf(0.4) * mpmath.expm1(x / mpmath.mpf(0.4))),
+    "celu": (lambda: nn.CELU(0.4), lambda x: _celu(x, mpmath.mpf(0.4))),
+    "flat celu": (lambda: nn.CELU(1e200), lambda x: _celu(x, mpmath.mpf(1e200))),
+    "flattest celu": (lambda: nn.CELU(1.7e308), lambda x: _celu(x, mpmath.mpf(1.7e308))),
+    "steep celu": (lambda: nn.CELU(1e-200), lambda x: _celu(x, mpmath.mpf(1e-200))),
     "tanh": (nn.Tanh, mpmath.tanh),
     "hardtanh": (lambda: nn.Hardtanh(-2.0, 0.7), lambda x: min(max(x, -2), mpmath.mpf(0.7))),
     "sigmoid": (nn.Sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
@@ -145,6 +152,8 @@ EXACT = {
     "softsign": (nn.Softsign, lambda x: x / (1 + abs(x))),
     "softplus": (nn.Softplus, _softplus),
     "sharp softplus": (lambda: nn.Softplus(7.0, 15.0), lambda x: _softplus(x, 7)),
+    "steep softplus": (lambda: nn.Softplus(1e8, 40.0), lambda x: _softplus(x, mpmath.mpf(1e8))),
+    "steepest softplus": (lambda: nn.Softplus(1e300, 40.0), lambda x: _softplus(x, mpmath.mpf(1e300))),
     "flat softplus": (lambda: nn.Softplus(1e-3, 40.0), lambda x: _softplus(x, mpmath.mpf(1e-3))),
     "swish": (nn.SiLU, _swish),
     "hardswish": (nn.Hardswish, lambda x: x * min(max(x + 3, 0), 6) / 6),
@@ -161,7 +170,7 @@ EXACT = {
 
 def _grid():
     sizes = [10.0**k for k in (-310, -200, -30, -9, -5, -3)] + [0.01, 0.1, 0.5, 1, 1.5, 2, 3, 5, 8, 14, 19.9, 20.1, 30]
-    sizes += [37, 50, 99, 300, 745, 1e4, 1e6, 1e9, 1e60, 1e150, 1e300]
+    sizes += [37, 50, 99, 300, 745, 1e4, 1e6, 1e9, 1e60, 1e150, 1e300, 1.7e308]
     return torch.tensor([s * side for s in sizes for side in (1.0, -1.0)] + [0.0], dtype=F64)
 
 
@@ -185,6 +194,16 @@ def test_a_value_is_as_near_as_it_says(name):
             # and no farther off than rounding is, but where torch leaves softplus for the identity or takes 1/6 in float32
             loose = math.exp(-15) * 1e3 if "softplus" in name and v > 0 else 4.1e-8 * abs(true) * (name == "hardswish")
             assert error <= 1e-14 * (abs(true) + abs(v)) + 1e-299 + loose
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_interval_of_one_point_holds_the_value_at_any_magnitude(name):
+    make, exact = EXACT[name]
+    x = _grid()
+    found = activations.facts(make()).enclose(Box(x, x))
+    with mpmath.workdps(60):
+        for v, low, high in zip(x.tolist(), found.low.tolist(), found.high.tolist(), strict=True):
+            assert -math.inf < low <= exact(mpmath.mpf(v)) <= high < math.inf, f"{name}({v})"
 
 
 @pytest.mark.parametrize("name", EXACT)
