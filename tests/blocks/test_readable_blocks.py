@@ -115,6 +115,47 @@ def test_a_changed_block_is_refused_with_the_reason(name):
             ask()
 
 
+def with_number(block, name, value):
+    setattr(block, name, value)
+    return block
+
+
+def refuses(block, box, reason):
+    for ask in (
+        lambda: block.bounds(box),
+        lambda: block.bounds(latent=box),
+        lambda: block.enclose(box),
+        lambda: block.enclose_inverse(box),
+    ):
+        with pytest.raises(UnknownLipschitz, match=reason):
+            ask()
+
+
+@pytest.mark.parametrize("time", [-2.0, 0.0, math.nan, math.inf])
+def test_a_time_that_was_set_to_no_positive_number_is_refused(time):
+    block = with_number(blocks.NeuralODE(MLP(2, 2, hidden=(4,), lipschitz=1.0)), "time", time)
+    timed = with_number(blocks.NeuralODE(MLP(2, 2, hidden=(4,), context=1, lipschitz=1.0)), "time", time)
+    for part in (block, timed, Chain(block)):
+        refuses(part, Box(-1, 1, shape=(2,)), "NeuralODE has time=.*, not a positive number")
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.5, 0.6, math.nan, math.inf])
+def test_an_alpha_that_was_set_out_of_range_is_refused(alpha):
+    block = with_number(blocks.Logit(0.05), "alpha", alpha)
+    for part in (block, Chain(block), Invert(block)):
+        refuses(part, Box(0.2, 0.8, shape=(1,)), r"Logit has alpha=.*, not a number in \[0, 0.5\)")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, OverflowError, KeyError, ValueError])
+def test_a_number_that_breaks_a_proof_is_an_error_in_words(error):
+    def log_lip(self, box, context=None, formula="sharp"):
+        raise error("division by zero")
+
+    kind = type("Own", (Forward,), dict.fromkeys(Bijection.proof_methods, log_lip))
+    with pytest.raises(UnknownLipschitz, match="holds a part about which nothing can be proved"):
+        additive(kind).bounds(BOX)
+
+
 INSIDE = {
     "chain": lambda block: Chain(additive(), block),
     "inverted": Invert,

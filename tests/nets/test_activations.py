@@ -3,6 +3,7 @@
 import math
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +83,27 @@ def test_unknown_names_and_modules():
     assert activations.facts(nn.CELU(-1.0)) is None
 
 
+def relu6(**limits):
+    module = nn.ReLU6()
+    vars(module).update(limits)
+    return module
+
+
+@pytest.mark.parametrize("limits", [{"max_val": 600.0}, {"min_val": -50.0}, {"min_val": 2.0, "max_val": 3.0}])
+def test_relu6_acts_with_the_limits_it_has_now(limits):
+    module = relu6(**limits)
+    x = torch.linspace(-700, 700, 1401, dtype=torch.float64)[:, None]
+    image = activations.facts(module).enclose(Box(-700, 700, shape=(1,)))
+    assert float(image.low) <= float(module(x).min()) < float(module(x).max()) <= float(image.high)
+    value, error = point_image(module, x)
+    assert bool(((value - module(x)).norm(dim=1) <= error).all())
+
+
+def test_relu6_with_limits_that_do_not_fit_is_not_known():
+    assert activations.facts(relu6(max_val=-1.0)) is None
+    assert activations.facts(relu6(min_val=math.nan)) is None
+
+
 # ---- values in float64 and how far they are from the exact ones: measured against 60 digits
 
 
@@ -95,6 +117,10 @@ def _swish(x, beta=1):
 def _softplus(x, beta=1):
     scaled = beta * x
     return (max(scaled, mpmath.mpf(0)) + mpmath.log1p(mpmath.exp(-abs(scaled)))) / beta
+
+
+def _celu(x, alpha):
+    return x if x > 0 else alpha * mpmath.expm1(x / alpha)
 
 
 def _selu(x):
@@ -115,7 +141,10 @@ EXACT = {
     "prelu": (lambda: nn.PReLU(1, -0.7), lambda x: x if x > 0 else mpmath.mpf(float(torch.tensor(-0.7))) * x),
     "elu": (lambda: nn.ELU(1.7), lambda x: x if x > 0 else mpmath.mpf(1.7) * mpmath.expm1(x)),
     "selu": (nn.SELU, _selu),
-    "celu": (lambda: nn.CELU(0.4), lambda x: x if x > 0 else mpmath.mpf(0.4) * mpmath.expm1(x / mpmath.mpf(0.4))),
+    "celu": (lambda: nn.CELU(0.4), lambda x: _celu(x, mpmath.mpf(0.4))),
+    "flat celu": (lambda: nn.CELU(1e200), lambda x: _celu(x, mpmath.mpf(1e200))),
+    "flattest celu": (lambda: nn.CELU(1.7e308), lambda x: _celu(x, mpmath.mpf(1.7e308))),
+    "steep celu": (lambda: nn.CELU(1e-200), lambda x: _celu(x, mpmath.mpf(1e-200))),
     "tanh": (nn.Tanh, mpmath.tanh),
     "hardtanh": (lambda: nn.Hardtanh(-2.0, 0.7), lambda x: min(max(x, -2), mpmath.mpf(0.7))),
     "sigmoid": (nn.Sigmoid, lambda x: 1 / (1 + mpmath.exp(-x))),
@@ -123,6 +152,8 @@ EXACT = {
     "softsign": (nn.Softsign, lambda x: x / (1 + abs(x))),
     "softplus": (nn.Softplus, _softplus),
     "sharp softplus": (lambda: nn.Softplus(7.0, 15.0), lambda x: _softplus(x, 7)),
+    "steep softplus": (lambda: nn.Softplus(1e8, 40.0), lambda x: _softplus(x, mpmath.mpf(1e8))),
+    "steepest softplus": (lambda: nn.Softplus(1e300, 40.0), lambda x: _softplus(x, mpmath.mpf(1e300))),
     "flat softplus": (lambda: nn.Softplus(1e-3, 40.0), lambda x: _softplus(x, mpmath.mpf(1e-3))),
     "swish": (nn.SiLU, _swish),
     "hardswish": (nn.Hardswish, lambda x: x * min(max(x + 3, 0), 6) / 6),
@@ -139,7 +170,7 @@ EXACT = {
 
 def _grid():
     sizes = [10.0**k for k in (-310, -200, -30, -9, -5, -3)] + [0.01, 0.1, 0.5, 1, 1.5, 2, 3, 5, 8, 14, 19.9, 20.1, 30]
-    sizes += [37, 50, 99, 300, 745, 1e4, 1e6, 1e9, 1e60, 1e150, 1e300]
+    sizes += [37, 50, 99, 300, 745, 1e4, 1e6, 1e9, 1e60, 1e150, 1e300, 1.7e308]
     return torch.tensor([s * side for s in sizes for side in (1.0, -1.0)] + [0.0], dtype=F64)
 
 
@@ -163,6 +194,16 @@ def test_a_value_is_as_near_as_it_says(name):
             # and no farther off than rounding is, but where torch leaves softplus for the identity or takes 1/6 in float32
             loose = math.exp(-15) * 1e3 if "softplus" in name and v > 0 else 4.1e-8 * abs(true) * (name == "hardswish")
             assert error <= 1e-14 * (abs(true) + abs(v)) + 1e-299 + loose
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_interval_of_one_point_holds_the_value_at_any_magnitude(name):
+    make, exact = EXACT[name]
+    x = _grid()
+    found = activations.facts(make()).enclose(Box(x, x))
+    with mpmath.workdps(60):
+        for v, low, high in zip(x.tolist(), found.low.tolist(), found.high.tolist(), strict=True):
+            assert -math.inf < low <= exact(mpmath.mpf(v)) <= high < math.inf, f"{name}({v})"
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -281,3 +322,93 @@ def test_a_declared_net_with_all_digits_is_charged_for_no_fewer():
     flat = Residual(Declared(Clamped(), lipschitz=0.5))  # constant for most of them
     assert exact.solve(z).error_bound.max() < 1e-11
     assert flat.solve(z).error_bound.max() < 1e-11
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sin(x.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
+
+
+def in_a_buffer(x):
+    y = torch.empty(x.shape)
+    y.copy_(x)
+    return y.sin_().to(x.dtype)
+
+
+def in_a_function(x):
+    return Own.apply(x)
+
+
+class Scripted(nn.Module):
+    def forward(self, x):
+        return torch.sin(x.float()).double()
+
+
+SINES = {
+    "float32": lambda x: torch.sin(x.float()).to(x.dtype),
+    "only in": lambda x: torch.sin(x.float().to(x.dtype)),
+    "only out": lambda x: torch.sin(x).float().to(x.dtype),
+    "a buffer": in_a_buffer,
+    "a function of its own": in_a_function,
+    "scripted": torch.jit.script(Scripted()),
+    "numpy": lambda x: torch.from_numpy(np.sin(x.numpy().astype(np.float32)).astype(np.float64)),
+    "an array": lambda x: torch.from_numpy(np.sin(np.asarray(x, dtype=np.float32)).astype(np.float64)),
+    "a list": lambda x: torch.tensor([[math.sin(row[0])] for row in x.tolist()]).double(),
+    "numbers": lambda x: torch.tensor([[math.sin(row[0].item())] for row in x]).double(),
+}
+
+
+class BesideASkip(nn.Module):
+    """x / 10 + sin(x) / 2 with a skip in float64, which every step of the input moves."""
+
+    def __init__(self, sine):
+        super().__init__()
+        self.sine = sine
+
+    def forward(self, x):
+        return 0.1 * x + 0.5 * self.sine(x)
+
+
+class States(BesideASkip):
+    def log_lipschitz(self, shape=None, outputs=None):
+        return math.log(0.6) + 1e-15
+
+
+@pytest.mark.parametrize("name", SINES)
+@pytest.mark.parametrize("kind", [lambda sine: Declared(BesideASkip(sine), lipschitz=0.6), States])
+def test_a_part_in_fewer_digits_is_charged_beside_a_skip_in_float64(kind, name):
+    block = Residual(kind(SINES[name]))
+    z = torch.linspace(-5, 5, 201, dtype=F64)[:, None] + 0.0123
+    with torch.no_grad():
+        solution = block.solve(z)
+    x = solution.x
+    for _ in range(100):
+        x = z - (0.1 * x + 0.5 * torch.sin(x))
+    errors = (solution.x - x).abs()[:, 0]
+    assert bool((errors <= solution.error_bound).all())
+    assert bool(solution.converged.all())
+    assert float(errors.max()) > 1e-9  # so the charge is not for nothing
+
+
+class Harmless(nn.Module):
+    """Constants, masks and buffers in float32 that no digit of the input passes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.half = torch.tensor([0.5])
+
+    def forward(self, x):
+        zeros = torch.zeros(x.shape)
+        zeros = zeros.masked_fill(x.isnan(), 2.0)[:]
+        kept = torch.where(x.isnan(), torch.tensor(1.0), x) * torch.where(x > 0, 1.0, 1.0) * (x < math.inf).float()
+        return self.half * torch.sin(kept) + zeros
+
+
+def test_constants_and_masks_in_fewer_digits_are_not_charged():
+    z = torch.linspace(-5, 5, 41, dtype=F64)[:, None]
+    assert Residual(Declared(Harmless(), lipschitz=0.5)).solve(z).error_bound.max() < 1e-13

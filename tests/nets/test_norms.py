@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
 
+from bilip.blocks import Residual
 from bilip.errors import InputError, NonFiniteParameters
 from bilip.nets import HeldConv2d, HeldLinear, conv_norm, gram_norm, matrix_norm, power_lower_bound, spectral
 from bilip.nets.norms import gram_norms, smallest_singular_value
@@ -346,3 +347,53 @@ def test_held_layers_in_half_precision(dtype, size):
     assert bool((held.double() * layer.weight.double() >= 0).all())  # no sign is turned
     conv = HeldConv2d(32, 32, 3, coefficient=0.9).to(dtype)
     assert conv_norm(conv.held_weight()) <= 0.9
+
+
+AUTOCAST = [torch.bfloat16, torch.float16]
+
+
+def held_of_ones(kind, coefficient, size=3, dtype=torch.float32):
+    layer = kind(size, size, *((1,) if kind is HeldConv2d else ()), coefficient=coefficient, bias=False).to(dtype)
+    layer.weight.data.fill_(-1.0)
+    return layer
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", AUTOCAST)
+@pytest.mark.parametrize("coefficient", [0.9, 0.995, 0.999, 0.9995, 0.9999])
+@pytest.mark.parametrize("kind", [HeldLinear, HeldConv2d])
+def test_held_layers_hold_under_autocast(kind, coefficient, dtype, training):
+    layer = held_of_ones(kind, coefficient).train(training)
+    eye = torch.eye(3) if kind is HeldLinear else torch.eye(3)[..., None, None]  # no rounding: the weight that acts
+    with torch.autocast("cpu", dtype):
+        acting = layer(eye).detach().double().view(3, 3)
+        other = layer(eye.to(dtype))  # as it comes from a layer that is not held
+    assert float(torch.linalg.matrix_norm(acting, 2)) <= coefficient
+    assert other.dtype == torch.float32
+    assert torch.equal(other.detach().double().view(3, 3), acting)
+    assert torch.equal(layer(eye).detach().double().view(3, 3), acting)
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST)
+def test_an_inverse_under_autocast_keeps_its_bound(dtype):
+    block = Residual(nn.Sequential(held_of_ones(HeldLinear, 0.9999, 4))).eval()
+    one, other = torch.full((1, 4), 1.0), torch.full((1, 4), 7.0)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        gain = float((other - one).norm() / (block(other) - block(one)).norm())
+        assert gain <= block.bounds().inverse * (1 + 1e-2)  # what is left of 1 - 0.9999 in float32
+
+
+def test_gradients_of_held_layers_under_autocast_are_those_outside():
+    layer, x = held_of_ones(HeldConv2d, 0.9), torch.randn(2, 3, 4, 4)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = layer(x)
+    (found,) = torch.autograd.grad(value.square().sum(), layer.weight)
+    assert torch.equal(found, expected)
+
+
+def test_held_layers_act_on_any_device_and_compile_under_autocast():
+    assert held_of_ones(HeldLinear, 0.9).to("meta")(torch.empty(2, 3, device="meta")).shape == (2, 3)
+    layer, x = held_of_ones(HeldLinear, 0.9).eval().requires_grad_(False), torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))

@@ -206,10 +206,12 @@ class Bijection(nn.Module):
         try:
             with torch.no_grad(), remembering():
                 return act(Reach.start(box), context, formula)
-        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
             if isinstance(error, BilipError):
                 raise
-            if isinstance(error, (AttributeError, TypeError)):  # a part of another kind than it was built with
+            if not isinstance(
+                error, (RuntimeError, IndexError)
+            ):  # a part of another kind, or number, than it was built with
                 raise UnknownLipschitz(
                     f"{type(self).__name__} holds a part about which nothing can be proved ({error}). Use the nets, partitions and "
                     "scales of bilip, or such as state what is proved about them."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilip.blocks.bijection import Bijection, Reach, Step
 from bilip.bounds import EPS, Box, log_of
-from bilip.errors import InputError
+from bilip.errors import InputError, UnknownLipschitz
 
 __all__ = ["Logit"]
 
@@ -57,7 +57,7 @@ class Logit(Bijection):
         return Box(0.0, 1.0)
 
     def advance(self, reach: Reach, context: Box | None, formula: str, name: str = "") -> Step:
-        edge = self.alpha / (1 - 2 * self.alpha)
+        edge = self.alpha / self._width()
         if bool((reach.box.low < -edge).any() or (reach.box.high > 1 + edge).any()):
             raise InputError(
                 f"Logit(alpha={self.alpha:g}) is defined on [0, 1]; the box {reach.box} reaches outside. Pass "
@@ -65,20 +65,27 @@ class Logit(Bijection):
             )
         return super().advance(reach, context, formula, name)
 
+    def _width(self) -> float:
+        if not 0 <= self.alpha < 0.5:  # it can be set later
+            raise UnknownLipschitz(
+                f"Logit has alpha={self.alpha}, not a number in [0, 0.5), so no bound can be proved for it."
+            )
+        return 1 - 2 * self.alpha
+
     def _probabilities(self, box: Box) -> Box:
-        return Box(*((self.alpha + (1 - 2 * self.alpha) * end).clamp(0.0, 1.0) for end in (box.low, box.high)))
+        return Box(*((self.alpha + self._width() * end).clamp(0.0, 1.0) for end in (box.low, box.high)))
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         # (1 - 2a) / (p (1 - p)) is convex, so largest at an end.
         p = self._probabilities(box)
         narrowest = min(float((end * (1 - end)).min()) for end in (p.low, p.high)) - 8 * EPS  # p itself is rounded
-        return log_of((1 - 2 * self.alpha) / narrowest * (1 + 1e-13)) if narrowest > 0 else math.inf
+        return log_of(self._width() / narrowest * (1 + 1e-13)) if narrowest > 0 else math.inf
 
     def log_lip_inverse(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
         # sigmoid' peaks at 0.
         nearest = torch.zeros_like(box.low).clamp(box.low, box.high)
         # In logs, because far out the slope is positive but below every number of float64.
-        log = float((F.logsigmoid(nearest) + F.logsigmoid(-nearest)).max()) - math.log(1 - 2 * self.alpha)
+        log = float((F.logsigmoid(nearest) + F.logsigmoid(-nearest)).max()) - math.log(self._width())
         return log + 1e-13 * (1 + abs(log))
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
@@ -88,7 +95,7 @@ class Logit(Bijection):
         return Box.outward(torch.logit(p.low), torch.logit(p.high), error)
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
-        width = 1 - 2 * self.alpha
+        width = self._width()
         low, high = ((torch.sigmoid(end) - self.alpha) / width for end in (box.low, box.high))
         return Box.outward(low, high, 2e-15 / width)  # what rounding leaves of the difference is divided too
 

@@ -14,7 +14,7 @@ from bilip.blocks._nets import require_module, require_shape, takes_context
 from bilip.blocks.bijection import Directed
 from bilip.blocks.log_det import probes
 from bilip.bounds import Box, exp_up, log_norm, log_of, log_product
-from bilip.errors import BilipError, InputError, SolverFailed, need
+from bilip.errors import BilipError, InputError, SolverFailed, UnknownLipschitz, need
 from bilip.nets import certify
 from bilip.nets.spectral import again, held_layers, held_now, held_together
 
@@ -153,6 +153,10 @@ class NeuralODE(Directed):
 
     def _log(self, box: Box) -> float:
         """L T, the log of both constants."""
+        if not 0 < self.time < math.inf:  # it can be set later
+            raise UnknownLipschitz(
+                f"NeuralODE has time={self.time}, not a positive number, so no bound can be proved for it."
+            )
         return exp_up(log_product(certify.log_lipschitz(self.f, box.shape or None), log_of(self.time)))
 
     def log_lip(self, box: Box, context: Box | None = None, formula: str = "sharp") -> float:
@@ -164,11 +168,11 @@ class NeuralODE(Directed):
         r"""$|x(t) - x_0| \le \sup_t |f(x_0, t)|\,(e^{Lt} - 1)/L$ for the centre, and $e^{LT}$ times the radius around it."""
         if not box.is_bounded:
             return Box.everything(box.shape)
+        log = self._log(box)
         field = certify.enclose(self.f, Box.point(box.center), self._clock(box, context))
         if not field.is_bounded:
             return Box.everything(box.shape)
         speed = log_norm(torch.maximum(field.low.abs(), field.high.abs()))
-        log = self._log(box)
         if log > 700:
             return Box.everything(box.shape)
         # (e^{LT} - 1) / L is T (e^u - 1) / u with u = LT, which grows with u, from 1 at u = 0.

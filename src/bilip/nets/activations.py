@@ -136,13 +136,13 @@ def _valley(lipschitz: float, function: Callable[[Tensor], Tensor], argmin: floa
 
 def _softplus(module: nn.Softplus) -> Facts | None:
     beta, threshold = float(module.beta), float(module.threshold)
-    if not (threshold >= 15 and 0 < beta < INF):
+    if not (threshold >= 15 and 1e-300 <= beta < INF):
         return None  # torch switches to the identity at the threshold: a low one makes a jump that is no rounding
     jump = math.exp(-threshold) / beta * (1 + 4 * EPS)  # torch drops this much above the threshold
 
     def value(v: Tensor) -> Tensor:
-        scaled = v * beta
-        return (scaled.clamp_min(0.0) + torch.log1p((-scaled.abs()).exp())) / beta
+        # v itself and not (v beta) / beta, which may overflow where the value does not.
+        return v.clamp_min(0.0) + torch.log1p((-(v * beta).abs()).exp()) / beta
 
     def interval(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return (value(low) - jump).clamp_min(0.0), value(high)
@@ -183,7 +183,12 @@ def _elu(module: nn.ELU) -> Facts | None:
 
 def _celu(module: nn.CELU) -> Facts | None:
     alpha = float(module.alpha)
-    return _monotone(1.0, lambda v: F.celu(v, alpha)) if 1e-290 < alpha < INF else None
+
+    def function(v: Tensor) -> Tensor:
+        scaled = v / alpha  # expm1(u) is u (1 + u / 2 + ...), and u may underflow where the value does not
+        return torch.where(scaled > -1e-30, v, alpha * scaled.clamp_max(0.0).expm1())
+
+    return _monotone(1.0, function) if 1e-290 < alpha < INF else None
 
 
 def _hardtanh(module: nn.Hardtanh) -> Facts | None:
@@ -217,7 +222,7 @@ def _prelu(module: nn.PReLU) -> Facts | None:
 
 def _hardswish() -> Facts:
     # The slope is (2 x + 3) / 6 between -3 and 3. Torch's kernels for GPUs multiply by 1/6 rounded to float32, in float64 too.
-    exact, off = _valley(1.5 * (1 + 4e-8), F.hardswish, -1.5, -0.375), 4e-8
+    exact, off = _valley(1.5 * (1 + 4e-8), lambda v: v * ((v + 3).clamp(0.0, 6.0) / 6), -1.5, -0.375), 4e-8
 
     def interval(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         ends = exact.interval(low, high)
@@ -239,7 +244,7 @@ def _softsign(v: Tensor) -> Tensor:
 _FACTS: dict[type[nn.Module], Callable[..., Facts | None]] = {
     nn.Identity: lambda _: _monotone(1.0, lambda v: v, fresh=False),
     nn.ReLU: lambda _: _monotone(1.0, F.relu),
-    nn.ReLU6: lambda _: _monotone(1.0, F.relu6),
+    nn.ReLU6: _hardtanh,  # torch reads the limits at each call
     nn.LeakyReLU: _leaky,
     nn.PReLU: _prelu,
     nn.ELU: _elu,

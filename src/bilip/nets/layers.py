@@ -25,7 +25,7 @@ class Declared(nn.Module):
         lipschitz: An upper bound on $|net(x) - net(x')| / |x - x'|$ for every context.
         error: An upper bound on how far a computed `net(x)` lies from the exact value, in length: a number, or a function of the
             batch `x` that gives one for each sample. By default the net is charged for rounding in the dtype of the block it is in,
-            or in the coarser one in which it visibly computes:
+            or in the coarsest one in which any of its operations computes:
             $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight.
 
     Example:

@@ -23,6 +23,7 @@ from bilip.bounds import EPS, Box, as_float64, log_of, log_product, norms, share
 from bilip.errors import NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
 from bilip.nets.activations import TINY, Shape
+from bilip.nets.coarseness import coarseness
 from bilip.nets.layers import Declared, GainConv2d, LayeredNet, vouched
 from bilip.nets.matrix_conv import matrix_conv2d, prefers_matrices
 from bilip.nets.norms import conv_norm, matrix_norm
@@ -402,7 +403,7 @@ class _Stated(Reading):
         self, x: Tensor, image: Tensor, act: Callable[[Tensor], Tensor], constant: float, dtype: torch.dtype
     ) -> Tensor:
         """How far the values at `x` are at most from those in real arithmetic, by rounding in the digits in which they are computed."""
-        eps = max(torch.finfo(dtype).eps, _coarseness(act, x, image, dtype))
+        eps = max(torch.finfo(dtype).eps, coarseness(act, x, image, dtype))
         row = max((p[0].numel() for p in self.net.parameters() if p.ndim > 1 and len(p)), default=1)
         return (16 + row) * eps * (1 + norms(image) + constant * norms(x))
 
@@ -427,30 +428,6 @@ class _Vouched(_Stated):
         if stated is not None:
             return norms(x).new_full((len(x),), vouched("Declared.error", stated))
         return super()._own_error(x, image, act, constant, dtype)
-
-
-def _coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype: torch.dtype) -> float:
-    """The unit of rounding in which a function of float64 numbers visibly computes; 0 if it keeps the digits of `dtype`.
-
-    A function that rounds to fewer digits, on its way in or out, does not see a step below them: its value stays the same to the last
-    bit for most entries that a larger step moves.
-    """
-    generator = torch.Generator().manual_seed(0)
-    turn = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) / 2
-
-    def change(step: float) -> Tensor:
-        return (act(x * (1 + step * turn)) - image).abs()
-
-    alive = change(2.0**-4) > 2.0**-13 * image.abs()  # where float64 would see every step below
-    if not bool(alive.any()):  # out of range, perhaps: looked at where numbers are of the size of 1
-        x, image = turn, act(turn)
-        alive = change(2.0**-4) > 2.0**-13 * image.abs()
-    # Steps that float32 sees and dtypes of 16 bits do not, and that float64 sees and float32 does not.
-    for step, coarse in ((2.0**-21, torch.bfloat16), (2.0**-36, torch.float32)):
-        eps = torch.finfo(coarse).eps
-        if eps > torch.finfo(dtype).eps and 2 * int((change(step)[alive] > 0).sum()) < int(alive.sum()):
-            return eps
-    return 0.0
 
 
 @functools.singledispatch

@@ -19,6 +19,9 @@ certify the present weight.
 
 **Gradients** are those of $W \cdot \min(1, c / \bar\sigma(W))$, with $\nabla \log \bar\sigma$ taken at $W_0$.
 
+**Under autocast** held layers compute in the dtype of their weight, as outside of it: rounding the weight once more, to 16 bits, would
+take it above its coefficient.
+
 `torch.nn.utils.parametrizations.spectral_norm` promises neither: it flattens a kernel to a matrix, whose norm can be several times
 smaller than the convolution's, and it approaches that norm from below.
 """
@@ -87,12 +90,24 @@ class Held(nn.Module):
             return _Hold.apply(weight, known.value, known.factor, known.slope)  # type: ignore[return-value]
         return self._cache.get(self, weight, self._hold)
 
+    def _apply_held(self, input: Tensor) -> Tensor:
+        """The layer with the weight that acts."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The output, in the dtype of the weight also under autocast: another one would act with another weight."""
+        kind = input.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return self._apply_held(input)
+        with torch.autocast(kind, enabled=False):
+            return self._apply_held(input.to(self.weight.dtype))
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
 
 class HeldLinear(Held, nn.Linear):
-    r"""A linear layer with $\|W\|_2 \le$ `coefficient`.
+    r"""A linear layer with $\|W\|_2 \le$ `coefficient`, in the dtype of its weight also under autocast.
 
     Args:
         in_features: Size of the input.
@@ -122,12 +137,12 @@ class HeldLinear(Held, nn.Linear):
         inner = (torch.where(bound > limit, slope, 0.0) * weight).sum().double()
         return (weight.double() * (factor - factor * (inner - inner.detach()))).to(weight.dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _apply_held(self, input: Tensor) -> Tensor:
         return F.linear(input, self.held_weight(), self.bias)
 
 
 class HeldConv2d(Held, nn.Conv2d):
-    r"""A convolution whose operator norm is at most `coefficient`, for every image size.
+    r"""A convolution whose operator norm is at most `coefficient`, for every image size, in the dtype of its weight also under autocast.
 
     Args:
         in_channels: Channels of the input.
@@ -171,7 +186,7 @@ class HeldConv2d(Held, nn.Conv2d):
         symbol, slack = conv_symbol(weight.double(), stride=stride)
         return _shrink(weight, gram_norm(symbol) * slack, self.coefficient)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _apply_held(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.held_weight(), self.bias)
 
 
