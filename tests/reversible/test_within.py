@@ -445,30 +445,31 @@ def test_weights_are_drawn_for_samples_and_positions():
 
 def test_what_is_taken_over_and_what_is_not():
     within = Within()
-    assert within.like([NOTHING, 5.0], 1.0) is None
-    assert within.measured([NOTHING, 5.0], 1.0, 7.0) == 7.0
-    assert within.like([NOTHING, 6.0], 0.9) == 7.0
-    assert within.like([NOTHING, 50.0], 1.0) is None
-    assert within.like([NOTHING, ODD], 1.0) is None  # of another loss, perhaps
-    assert within.like([NOTHING, 5.0], 0.5) is None  # less is left
-    assert within.like([NOTHING, 5.0], 0.0) is None
-    assert [within.like([NOTHING, 5.0], 1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 5
-    assert within.measured([NOTHING, 50.0], 1.0, 2.0) == 1.0  # as chance has it
-    assert within.like([NOTHING, 5.0], 3.0) == 1.0  # nothing was lost, and less cancels
-    assert within.like([NOTHING, 5.0], 0.5) is None
+    assert within.like(1.0) is None
+    assert within.measured(1.0, 7.0) == 7.0
+    assert within.like(0.9) == 7.0
+    assert within.like(0.5) is None  # less is left
+    assert within.like(0.0) is None
+    assert within.like(2.0) is None  # more is left
+    assert [within.like(1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 4
+    assert within.measured(1.0, 2.0) == 1.0  # as chance has it
+    assert within.like(3.0) == 1.0
+    assert within.like(0.5) is None
+    assert within.measured(0.0, 0.0) == 1.0
+    assert within.like(1.0) is None
 
 
 def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown
-    within.measured([ODD, ODD], 1.0, 2.0)
+    within.measured(1.0, 2.0)
     assert within.expected(one, one) == 1
     assert within.expected(one / 10, one) == pytest.approx(20)
     assert within.expected(0 * one, 0 * one) == 1
     assert within.expected(0 * one, one) == float("inf")
     for _ in range(CALLS):
-        within.measured([ODD, ODD], 1.0, 0.1)
+        within.measured(1.0, 0.1)
     assert within.expected(one / 10, one) == 1  # the first is forgotten
-    within.measured([ODD, ODD], 1.0, float("nan"))
+    within.measured(1.0, float("nan"))
     assert within.expected(one / 100, one) == pytest.approx(10)
     assert copy.deepcopy(within).expected(one / 100, one) == pytest.approx(10)

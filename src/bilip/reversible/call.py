@@ -36,7 +36,7 @@ from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Grads, Recovered, Unit
-from bilip.reversible.within import MARGIN, NOTHING, ODD, Within, cancelled, sizes, usual, weights
+from bilip.reversible.within import MARGIN, NOTHING, Within, cancelled, sizes, usual, weights
 
 __all__ = ["Backward", "Call"]
 
@@ -239,10 +239,10 @@ class Call:
         """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
         samples of one call, or positions of one sample, as f(x) - f(x + e), their gradients cancel, and their errors do not.
 
-        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do.
-        From the last such walks a call knows what to expect, by what is left of its gradients, and is looked at where that might matter;
-        or where gradients cancel at its ends, unless one like it was not long ago. A captured step cannot stop to look, and takes
-        what is to be expected. Where nothing is trained but what is before the bijection, what cancels there counts.
+        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. How
+        large such gradients are beside those of the output differs little from loss to loss, so that a call knows from the last such walks
+        what to expect, by what is left of its gradients, and is looked at where that might matter. A captured step cannot stop to
+        look, and takes what is to be expected. Where nothing is trained but what is before the bijection, what cancels there counts.
         """
         if not result.parameters:
             lost = self._lost_before(back, grad, result)
@@ -254,17 +254,16 @@ class Call:
         expected = within.expected(left, size)
         if capturing(back.x):
             return expected
-        ends = torch.stack([cancelled(back.grad, back.grad_log), cancelled(grad)]).clamp(ODD, NOTHING)
-        *seen, share, likely, drifted = torch.stack([*ends, left / size, expected, drift.total]).tolist()
         limit = watch.guard.limit(back.x.dtype)
+        share, likely, drifted = torch.stack([left / size, expected, drift.total]).tolist()
         doubtful = drifted * (MARGIN * likely if within.gains else NOTHING) > limit
-        if drifted > limit or not (doubtful or max(seen) > ODD):
+        if drifted > limit or not doubtful:
             return likely
-        lost = within.like(seen, share)
+        lost = within.like(share)
         if lost is None:
             mixed = Size()
             self._walk(back.weighed(watch.steps), watched=False, signs=self.signs, result=mixed)
-            lost = within.measured(seen, share, float(mixed.total() / size))
+            lost = within.measured(share, float(mixed.total() / size))
         return lost
 
     def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:

@@ -17,19 +17,19 @@ ODD = 3.0  # gradients seldom are so many times larger than their sum, as indepe
 NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
 CALLS = 8  # so many calls that were looked at tell what to expect of others
 ALIKE, TAKEN_OVER = 1.4, 15  # what cancels within a call is taken over from one like it, for so many calls
-MARGIN = 10.0  # what is expected may be too low by this factor
+MARGIN = 10.0  # what is expected may be too low by this factor; of 23 losses of one flow, some of which subtract, it was 3.4 at most
 
 
 class Within:
     """What cancelled within the calls of one direction.
 
     Of calls that were looked at: how many times larger the gradients of the parameters would be than those of the outputs if samples
-    were independent. It says, without a look, how much cancels in another call, by what is left of its gradients.
+    were independent. It says, without a look, about how much cancels in another call, by what is left of its gradients.
     """
 
     def __init__(self) -> None:
         self.gains: deque[float] = deque(maxlen=CALLS)
-        self.known: tuple[Sequence[float], float, float] | None = None
+        self.known: tuple[float, float] | None = None
         self.since = 0
         self.gain: Tensor | None = None  # the largest of them, where captured steps read it
 
@@ -44,26 +44,23 @@ class Within:
             self.gain = torch.full((), max(self.gains, default=0.0), dtype=torch.float64, device=left.device)
         return usual(self.gain * size / left)
 
-    def like(self, ends: Sequence[float], share: float) -> float | None:
-        """What was measured in a call not long ago, if this one is alike: if nothing was lost there, no more cancels at its ends and as
-        much is left.
+    def like(self, share: float) -> float | None:
+        """What was measured in a call not long ago, if this one is alike: if as much is left, or more where nothing was lost.
+
+        Args:
+            share: How large its gradients of the parameters are, relative to those of the outputs.
         """
         self.since += 1
         if self.known is None or self.since > TAKEN_OVER:
             return None
-        before, share_then, lost = self.known
-        more = [
-            *(now / then for now, then in zip(ends, before, strict=True)),
-            share_then / share if share else math.inf,
-        ]
-        least = 1 / ALIKE if lost > 1 else 0.0
-        return lost if all(least <= ratio <= ALIKE for ratio in more) else None
+        share_then, lost = self.known
+        most = ALIKE if lost > 1 else math.inf
+        return lost if 1 / ALIKE <= share / share_then <= most else None
 
-    def measured(self, ends: Sequence[float], share: float, gain: float) -> float:
+    def measured(self, share: float, gain: float) -> float:
         """Take note of a call that was looked at, and say how much cancels in it.
 
         Args:
-            ends: How many times larger its gradients are than their sum, at the output and at the input.
             share: How large its gradients of the parameters are, relative to those of the outputs.
             gain: How large they would be, if samples were independent.
         """
@@ -73,7 +70,7 @@ class Within:
                 self.gain.fill_(max(self.gains))
         lost = gain / share if share else math.nan if not gain else math.inf
         lost = lost if lost > ODD else 1.0
-        self.known, self.since = (ends, share, lost), 0
+        self.known, self.since = (share, lost) if share else None, 0
         return lost
 
 
