@@ -32,7 +32,7 @@ def test_what_was_prepared_is_found_by_name(tmp_path, monkeypatch):
     facts = prepare_images("cifar10", tmp_path / "from", tmp_path / "to")
     assert facts["splits"]["train"]["count"] == 5
     assert facts["splits"]["train"]["of"] == 50_000
-    assert facts["splits"]["train"]["checksums"] is False
+    assert facts["splits"]["train"]["checksums"] is None
     assert json.loads((tmp_path / "to" / "cifar10" / "set.json").read_text())["splits"] == facts["splits"] | {
         split: value | {"classes": list(value["classes"])} for split, value in facts["splits"].items()
     }
@@ -60,7 +60,7 @@ def test_binary_batches_and_their_checksums(tmp_path, monkeypatch):
     assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["test"]["checksums"] is True
     records[2, 1000] ^= 1
     records.tofile(path)
-    with pytest.raises(InputError, match="checksum is another one"):
+    with pytest.raises(InputError, match="theirs is another"):
         image_set("cifar10", "test", tmp_path)
 
 
@@ -78,6 +78,30 @@ def test_a_file_that_is_there_twice_is_no_whole_set(tmp_path, monkeypatch):
         image_set("cifar10", "train", tmp_path)
     (tmp_path / "data_batch_2.bin").unlink()
     assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is False
+
+
+def test_a_whole_set_may_come_in_another_order(tmp_path, monkeypatch):
+    x, y = pixels(6), np.array([3, 1, 4, 1, 5, 9])
+    records = np.concatenate((y[:, None].astype(np.uint8), x.transpose(0, 3, 1, 2).reshape(6, -1)), 1)
+    each = sorted(hashlib.md5(record.tobytes()).digest() for record in records)
+    known = dataclasses.replace(
+        IMAGE_SETS["cifar10"],
+        counts={"train": 6},
+        md5={"train": (hashlib.md5(records.tobytes()).hexdigest(),)},
+        unordered={"train": hashlib.md5(b"".join(each)).hexdigest()},
+    )
+    monkeypatch.setattr(module, "IMAGE_SETS", {"cifar10": known})
+    monkeypatch.setattr(module, "BATCH", 6)
+    for name in module.CIFAR10_CLASSES:
+        (tmp_path / "train" / name).mkdir(parents=True)
+    for k, label in enumerate(y):
+        Image.fromarray(x[k]).save(tmp_path / "train" / module.CIFAR10_CLASSES[label] / f"{k}.png")
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is True
+    assert len(image_set("cifar10", "train", tmp_path / "to")) == 6
+    x[2, 5, 5, 1] ^= 1
+    Image.fromarray(x[2]).save(tmp_path / "train" / "deer" / "2.png")
+    with pytest.raises(InputError, match="theirs is another"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
 
 
 def test_folders_of_some_classes_keep_the_numbers_of_the_set(tmp_path):
