@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import pickle
 import sys
 import types
 
@@ -60,7 +61,7 @@ def test_binary_batches_and_their_checksums(tmp_path, monkeypatch):
     assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["test"]["checksums"] is True
     records[2, 1000] ^= 1
     records.tofile(path)
-    with pytest.raises(InputError, match="theirs is another"):
+    with pytest.raises(InputError, match=r"test_batch.bin is not test_batch .* have another checksum"):
         image_set("cifar10", "test", tmp_path)
 
 
@@ -73,11 +74,61 @@ def test_a_file_that_is_there_twice_is_no_whole_set(tmp_path, monkeypatch):
     for k in (1, 2, 3):
         records[2 * k - 2 : 2 * k].tofile(tmp_path / f"data_batch_{k}.bin")
     assert len(image_set("cifar10", "train", tmp_path)) == 6
-    records[:2].tofile(tmp_path / "data_batch_3.bin")
-    with pytest.raises(InputError, match="there twice"):
-        image_set("cifar10", "train", tmp_path)
     (tmp_path / "data_batch_2.bin").unlink()
-    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is False
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is True
+    records[:2].tofile(tmp_path / "data_batch_3.bin")
+    with pytest.raises(InputError, match=r"data_batch_3.bin is not .*: it holds the images of data_batch_1"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
+    twice = records[[0, 1, 2, 3, 0, 1]]
+    (tmp_path / "npz").mkdir()
+    np.savez(tmp_path / "npz" / "train.npz", x=twice[:, 1:].reshape(-1, 3, 32, 32), y=twice[:, 0])
+    with pytest.raises(InputError, match="there twice"):
+        image_set("cifar10", "train", tmp_path / "npz")
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda r: np.concatenate((r[:1000], r[1000:1001] ^ 1, r[1001:])),
+            "have another checksum",
+        ),  # also another label
+        (lambda r: r[:9000], "its 9,000 images"),
+    ],
+)
+def test_every_batch_is_what_its_name_says(tmp_path, suffix, change, said):
+    """Whatever the other files are: the known checksums are those of the published files."""
+    records = change(np.zeros((10_000, 3073), np.uint8))
+    path = tmp_path / f"data_batch_2{suffix}"
+    if suffix:
+        path.write_bytes(records.tobytes())
+    else:
+        path.write_bytes(pickle.dumps({"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}, protocol=2))
+    with pytest.raises(InputError, match=rf"data_batch_2{suffix} is not data_batch_2 of CIFAR-10 as published.*{said}"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
+
+
+def pictures(folder, count):
+    folder.mkdir(parents=True)
+    for k in range(count):
+        Image.fromarray(pixels(1)[0]).save(folder / f"{k}.png")
+
+
+def test_parts_of_a_set_are_not_mixed(tmp_path):
+    pictures(tmp_path / "archive" / "train" / "n01" / "images", 3)
+    pictures(tmp_path / "archive" / "test" / "images", 4)
+    for name in ("places", "textures", "celeba64"):
+        with pytest.raises(
+            InputError, match=r"archive holds images in folders test and train.*get .*(places2|dtd|celeba)"
+        ):
+            prepare_images(name, tmp_path / "archive", tmp_path / "to")
+    pictures(tmp_path / "archive" / "val" / "images", 2)
+    assert prepare_images("tiny_imagenet", tmp_path / "archive", tmp_path / "to")["splits"]["test"]["count"] == 2
+    (tmp_path / "archive").rename(tmp_path / "tiny_imagenet")
+    assert len(image_set("tiny_imagenet", folder=tmp_path)) == 2
+    with pytest.raises(InputError, match="in folders test and train"):  # one below
+        prepare_images("places", tmp_path, tmp_path / "to")
 
 
 def test_a_whole_set_may_come_in_another_order(tmp_path, monkeypatch):
@@ -86,7 +137,7 @@ def test_a_whole_set_may_come_in_another_order(tmp_path, monkeypatch):
     each = sorted(hashlib.md5(record.tobytes()).digest() for record in records)
     known = dataclasses.replace(
         IMAGE_SETS["cifar10"],
-        counts={"train": 6},
+        counts={"train": 6, "test": 1},
         md5={"train": (hashlib.md5(records.tobytes()).hexdigest(),)},
         unordered={"train": hashlib.md5(b"".join(each)).hexdigest()},
     )

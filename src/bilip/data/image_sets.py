@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bilip.data.files import SUFFIXES, open_image, pillow
-from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, labelled, load_images
+from bilip.data.images import BATCHES, CIFAR10_CLASSES, Images, cifar10_batches, labelled, load_images
 from bilip.errors import DataNotFound, InputError, MissingExtra, said_by
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
@@ -32,6 +32,7 @@ class ImageSet:
         counts: Images in each split of the whole set; the first split is the usual one.
         how: How to get it.
         classes: Names of the labels, where they are few.
+        within: The folder of an unpacked archive that holds its images, where there are others beside it.
         crop: Side of the centre square that is cut out; `None` for the shorter side.
         hub: Its name on Hugging Face, the configuration, the columns of images and labels, and the name of each split there.
         md5: Of each 10,000 images of a split, labels and pixels as in the binary files, where known.
@@ -48,6 +49,7 @@ class ImageSet:
     counts: Mapping[str, int]
     how: str
     classes: tuple[str, ...] | None = None
+    within: str | None = None
     crop: int | None = None
     hub: tuple[str, str | None, str, str | None, Mapping[str, str]] | None = None
     md5: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 5_640},
             "dtd-r1.0.1.tar.gz from www.robots.ox.ac.uk/~vgg/data/dtd, its folder images",
+            within="images",
             hub=("tanganke/dtd", None, "image", "label", {"test": "train+test"}),
         ),
         ImageSet(
@@ -106,6 +109,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 10_000},
             "validation images of MiniPlaces or Places365 from places2.csail.mit.edu, as a folder",
+            within="val",
         ),
         ImageSet(
             "tiny_imagenet",
@@ -113,6 +117,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 10_000},
             "tiny-imagenet-200.zip from cs231n.stanford.edu, its folder val/images",
+            within="val",
             hub=("zh-plus/tiny-imagenet", None, "image", "label", {"test": "valid"}),
         ),
         ImageSet(
@@ -166,7 +171,7 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
     split = about.split if split is None else split
     if split not in about.counts:
         raise InputError(f"{name} has no split {split!r}: expected {' or '.join(map(repr, about.counts))}.")
-    found = _read(about, split, root, pictures=(root / name / split, root / name))
+    found = _read(about, split, root, pictures=_places(about, split, root / name))
     if found is None:
         raise DataNotFound(
             f"no {split} images of {name} in {root / name} or {root}: looked for {', '.join(_names(about, split))}. Get "
@@ -201,7 +206,7 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         found = (
             _fetched(about, split)
             if source is None
-            else _read(about, split, Path(source), pictures=_places(name, split, Path(source)))
+            else _read(about, split, Path(source), pictures=_places(about, split, Path(source, name), Path(source)))
         )
         if found is None:
             continue
@@ -242,12 +247,15 @@ def _names(about: ImageSet, split: str) -> list[str]:
     return [f"{split}.npz", f"{about.name}_{split}.npz", *usual, *forms.get(about.name, []), "images in folders"]
 
 
-def _places(name: str, split: str, root: Path) -> tuple[Path, ...]:
-    """Where images in folders are looked for in a folder that is said to hold the set."""
-    return root / name / split, root / split, root / name, root
+def _places(about: ImageSet, split: str, *folders: Path) -> list[Path]:
+    """Where images in folders are looked for, below folders that may hold the set."""
+    if len(about.counts) > 1:
+        return [folder / split for folder in folders] + [folder for folder in folders if folder.name == split]
+    within = [folder / about.within for folder in folders] if about.within else []
+    return [*within, folders[0] / split, *folders]
 
 
-def _read(about: ImageSet, split: str, root: Path, pictures: tuple[Path, ...]) -> tuple[Images, str] | None:
+def _read(about: ImageSet, split: str, root: Path, pictures: Sequence[Path]) -> tuple[Images, str] | None:
     """The images and the kind of files they came from."""
     if not root.is_dir():
         return None
@@ -256,22 +264,44 @@ def _read(about: ImageSet, split: str, root: Path, pictures: tuple[Path, ...]) -
         for file in (f"{split}.npz", f"{about.name}_{split}.npz", *usual):
             if (place / file).is_file():
                 return load_images(place / file), file
-        if about.name == "cifar10" and _has_batches(place, split):
-            return cifar10(place, split=split), "the batches of CIFAR-10"
+        if about.name == "cifar10" and (batches := cifar10_batches(place, split)):
+            return _joined(about, split, batches), "the batches of CIFAR-10"
         if about.name == "svhn" and (place / f"{split}_32x32.mat").is_file():
             return _mat(place / f"{split}_32x32.mat"), f"{split}_32x32.mat"
     for place in pictures:
-        if (len(about.counts) == 1 or place.name == split) and place.is_dir():
+        if place.is_dir():
             paths = sorted(p for p in place.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
             if paths:
+                _require_one_part(about, place, paths)
                 return _pictures(about, place, paths), "images in folders"
     return None
 
 
-def _has_batches(place: Path, split: str) -> bool:
-    names = [f"data_batch_{k}" for k in range(1, 6)] if split == "train" else ["test_batch"]
-    below = (place, place / "cifar-10-batches-bin", place / "cifar-10-batches-py")
-    return any((folder / f"{name}{suffix}").is_file() for folder in below for name in names for suffix in ("", ".bin"))
+def _joined(about: ImageSet, split: str, batches: Mapping[Path, tuple[torch.Tensor, torch.Tensor]]) -> Images:
+    """The images of batches of CIFAR-10, each of which holds what its name says."""
+    known = dict(zip(BATCHES[split], about.md5.get(split, ()), strict=False))
+    names = {md5: name for part, sums in about.md5.items() for name, md5 in zip(BATCHES[part], sums, strict=False)}
+    for path, (x, y) in batches.items():
+        md5, right = hashlib.md5(_records(Images(x, y)).tobytes()).hexdigest(), known.get(path.stem)
+        if right is not None and md5 != right:
+            what = (
+                f"it holds the images of {names[md5]}"
+                if md5 in names
+                else f"its {len(x):,} images and labels have another checksum, so it was changed or cut"
+            )
+            raise InputError(f"{path} is not {path.stem} of CIFAR-10 as published: {what}. Get {about.how}.")
+    x, y = (torch.cat([part[k] for part in batches.values()]) for k in (0, 1))
+    return Images(x, y, CIFAR10_CLASSES)
+
+
+def _require_one_part(about: ImageSet, folder: Path, paths: Sequence[Path]) -> None:
+    """Raise an `InputError` if images that are said to be one part of a set lie in folders of several."""
+    parts = {name for path in paths for name in path.relative_to(folder).parts[:-1]} & {"train", "test"}
+    if parts:
+        raise InputError(
+            f"{folder} holds images in folders {' and '.join(sorted(parts))}, which are not one part of a set: expected the images of "
+            f"{about.title} alone. Give the folder that holds these; get {about.how}."
+        )
 
 
 def _mat(path: Path) -> Images:

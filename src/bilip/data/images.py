@@ -23,6 +23,7 @@ from bilip.record.files import read_file
 __all__ = ["Images", "cifar10", "load_images", "load_plain"]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+BATCHES = {"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)}  # names of its files
 MOST_PICKLE = 2**31  # bytes of a file
 RECORD = 1 + 3 * 32 * 32  # one label, then the red, green and blue planes
 
@@ -76,23 +77,28 @@ def cifar10(folder: str | Path, *, split: str = "train") -> Images:
         raise InputError(f"cifar10(split={split!r}): expected 'train' or 'test'.")
     if not root.is_dir():
         raise InputError(f"cifar10: {root} is not a folder.")
-    names = [f"data_batch_{k}" for k in range(1, 6)] if split == "train" else ["test_batch"]
-    for suffix, read, below in ((".bin", _binary, "cifar-10-batches-bin"), ("", _pickled, "cifar-10-batches-py")):
-        for place in (root, root / below):
-            paths = [place / f"{name}{suffix}" for name in names if (place / f"{name}{suffix}").is_file()]
-            if paths:
-                parts = [read(path) for path in paths]
-                x, y = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-                return Images(x, y, CIFAR10_CLASSES)
+    if batches := cifar10_batches(root, split):
+        x, y = (torch.cat([part[k] for part in batches.values()]) for k in (0, 1))
+        return Images(x, y, CIFAR10_CLASSES)
     if (root / f"cifar10_{split}.npz").is_file():
         found = load_images(root / f"cifar10_{split}.npz")
         return Images(found.x, found.y, CIFAR10_CLASSES)
     if (root / split).is_dir():
         return load_images(root / split)
     raise InputError(
-        f"cifar10: {root} holds no {split} images in a form that is known: {names[0]}.bin, {names[0]}, "
+        f"cifar10: {root} holds no {split} images in a form that is known: {BATCHES[split][0]}.bin, {BATCHES[split][0]}, "
         f"cifar10_{split}.npz or {split}/<class>/*.png."
     )
+
+
+def cifar10_batches(root: Path, split: str) -> dict[Path, tuple[Tensor, Tensor]]:
+    """Pixels and labels of each binary or Python batch of a split that a folder holds."""
+    for suffix, read, below in ((".bin", _binary, "cifar-10-batches-bin"), ("", _pickled, "cifar-10-batches-py")):
+        for place in (root, root / below):
+            paths = [place / f"{name}{suffix}" for name in BATCHES[split] if (place / f"{name}{suffix}").is_file()]
+            if paths:
+                return {path: read(path) for path in paths}
+    return {}
 
 
 def load_images(path: str | Path) -> Images:
