@@ -233,11 +233,14 @@ def test_pictures_of_any_size_are_cut_and_averaged(tmp_path):
         ({"x": np.zeros((10_001, 32, 32, 3), np.uint8)}, "10001 images, expected 1 to 10000"),
         ({"x": np.zeros((2, 32, 32, 3), np.uint8), "y": np.array([0, 10])}, "labels 0 to 10, expected 0 to 9"),
         ({"x": np.zeros((0, 32, 32, 3), np.uint8)}, "0 images"),
+        ({"x": np.zeros((2, 32, 32, 3), np.uint8)}, "no labels; expected an array 'y'"),
+        ({"x": np.zeros((10_000, 32, 32, 3), np.uint8), "y": np.zeros(10_000, int)}, "theirs is another"),
     ],
 )
 def test_something_else_of_that_name(tmp_path, arrays, said):
-    np.savez(tmp_path / "cifar10_test.npz", **arrays)
-    with pytest.raises(InputError, match=said):
+    path = tmp_path / "cifar10_test.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(InputError, match=rf"{path}.*{said}"):
         image_set("cifar10", "test", tmp_path)
 
 
@@ -291,3 +294,15 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert all(name in listed for name in IMAGE_SETS)
     code, _, err = run("data", "svhn", "--from", str(tmp_path / "nowhere"))
     assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'nowhere'} does not exist" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none", "does not exist"), ("c.tar.gz", "is an archive: unpack it"), ("x.npz", "is a file: expected the folder")],
+)
+def test_what_is_no_folder(tmp_path, name, said):
+    if name != "none":
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=f"--from {tmp_path / name} {said}"):
+        prepare_images("cifar10", tmp_path / name, tmp_path / "to")

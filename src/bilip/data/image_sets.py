@@ -177,7 +177,7 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
             f"no {split} images of {name} in {root / name} or {root}: looked for {', '.join(_names(about, split))}. Get "
             f"{about.how}; then run: bilip data {name} --from FOLDER. (Another place for all data: --data or BILIP_DATA.)"
         )
-    return _checked(about, split, *found)
+    return _checked(about, split, found)
 
 
 def prepare_images(name: str, source: str | Path | None = None, to: str | Path | None = None) -> dict[str, Any]:
@@ -201,6 +201,8 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         (2, 26032)
     """
     about, root = _about(name), data_folder(to)
+    if source is not None:
+        _require_folder(about, Path(source))
     facts: dict[str, Any] = {"name": name, "title": about.title, "splits": {}}
     for split in about.counts:
         found = (
@@ -210,7 +212,7 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         )
         if found is None:
             continue
-        images = _checked(about, split, *found)
+        images = _checked(about, split, found)
         folder = root / name
         _write(folder, split, images)
         facts["splits"][split] = {
@@ -220,7 +222,7 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
             "labels": images.y is not None,
             "classes": images.classes,
             "checksums": _known(about, split, images),
-            "from": found[1],
+            "from": found.form,
         }
     if not facts["splits"]:
         looked = [word for split in about.counts for word in _names(about, split)]
@@ -234,10 +236,34 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
 # ---- where the files are
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Images as they were read, from files of which form, and where these are."""
+
+    images: Images
+    form: str
+    place: str | Path
+
+
 def _about(name: str) -> ImageSet:
     if name not in IMAGE_SETS:
         raise InputError(f"there is no image set {name!r}: expected {', '.join(IMAGE_SETS)}.")
     return IMAGE_SETS[name]
+
+
+def _require_folder(about: ImageSet, source: Path) -> None:
+    """Raise an `InputError` unless there is such a folder."""
+    if source.is_dir():
+        return
+    if not source.exists():
+        raise InputError(
+            f"--from {source} does not exist: expected the folder that holds {about.name}. Get {about.how}."
+        )
+    if source.suffix in (".gz", ".tgz", ".tar", ".zip", ".xz", ".bz2"):
+        raise InputError(f"--from {source} is an archive: unpack it, and give the folder that it makes.")
+    raise InputError(
+        f"--from {source} is a file: expected the folder that holds {about.name}, so perhaps {source.parent}."
+    )
 
 
 def _names(about: ImageSet, split: str) -> list[str]:
@@ -255,25 +281,26 @@ def _places(about: ImageSet, split: str, *folders: Path) -> list[Path]:
     return [*within, folders[0] / split, *folders]
 
 
-def _read(about: ImageSet, split: str, root: Path, pictures: Sequence[Path]) -> tuple[Images, str] | None:
-    """The images and the kind of files they came from."""
+def _read(about: ImageSet, split: str, root: Path, pictures: Sequence[Path]) -> _Found | None:
+    """The images, and the files they came from; `None` if there are none."""
     if not root.is_dir():
         return None
     usual = [f"{about.name}.npz"] if split == about.split else []
     for place in (root / about.name, root):
         for file in (f"{split}.npz", f"{about.name}_{split}.npz", *usual):
             if (place / file).is_file():
-                return load_images(place / file), file
+                return _Found(load_images(place / file), file, place / file)
         if about.name == "cifar10" and (batches := cifar10_batches(place, split)):
-            return _joined(about, split, batches), "the batches of CIFAR-10"
+            return _Found(_joined(about, split, batches), "the batches of CIFAR-10", place)
         if about.name == "svhn" and (place / f"{split}_32x32.mat").is_file():
-            return _mat(place / f"{split}_32x32.mat"), f"{split}_32x32.mat"
+            path = place / f"{split}_32x32.mat"
+            return _Found(_mat(path), path.name, path)
     for place in pictures:
         if place.is_dir():
             paths = sorted(p for p in place.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
             if paths:
                 _require_one_part(about, place, paths)
-                return _pictures(about, place, paths), "images in folders"
+                return _Found(_pictures(about, place, paths), "images in folders", place)
     return None
 
 
@@ -350,7 +377,7 @@ def _square(picture: Any, about: ImageSet) -> np.ndarray:
     return np.asarray(cut).transpose(2, 0, 1)
 
 
-def _fetched(about: ImageSet, split: str) -> tuple[Images, str]:
+def _fetched(about: ImageSet, split: str) -> _Found:
     """A split through Hugging Face."""
     if about.hub is None:
         raise InputError(
@@ -374,13 +401,14 @@ def _fetched(about: ImageSet, split: str) -> tuple[Images, str]:
             f"{about.name} could not be fetched from Hugging Face ({text}). Get {about.how}; then run: bilip data {about.name} "
             "--from FOLDER."
         ) from error
-    return Images(torch.from_numpy(out), y, about.classes), f"Hugging Face, {path}"
+    return _Found(Images(torch.from_numpy(out), y, about.classes), f"Hugging Face, {path}", f"Hugging Face, {path}")
 
 
 # ---- is it what it should be
 
 
-def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images:
+def _checked(about: ImageSet, split: str, found: _Found) -> Images:
+    images, source = found.images, found.place
     shape, count = tuple(images.x.shape[1:]), about.counts[split]
     if shape != (3, about.side, about.side):
         raise InputError(
@@ -389,14 +417,20 @@ def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images
         )
     if not 0 < len(images) <= count:
         raise InputError(
-            f"{about.name}, {split}, from {source}: {len(images)} images, expected 1 to {count}: something else."
+            f"{about.name}, {split}, from {source}: {len(images)} images, expected 1 to {count}: something else. "
+            f"Get {about.how}."
+        )
+    if images.y is None and about.md5:
+        raise InputError(
+            f"{about.name}, {split}, from {source}: no labels; expected an array 'y' beside 'x' in an .npz file, or images in folders of "
+            f"their classes. Get {about.how}."
         )
     images = _numbered(about, images, source)
     classes = images.classes or about.classes
     if images.y is not None and classes and not 0 <= int(images.y.min()) <= int(images.y.max()) < len(classes):
         raise InputError(
             f"{about.name}, {split}, from {source}: labels {int(images.y.min())} to {int(images.y.max())}, expected 0 to "
-            f"{len(classes) - 1}."
+            f"{len(classes) - 1}. Get {about.how}."
         )
     if len(images) == count and _known(about, split, images) is False:
         raise InputError(
@@ -406,7 +440,7 @@ def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images
     return Images(images.x, images.y, classes)
 
 
-def _numbered(about: ImageSet, images: Images, source: str) -> Images:
+def _numbered(about: ImageSet, images: Images, source: str | Path) -> Images:
     """The images with the set's own numbers of the classes: folders of some of the classes were numbered among themselves."""
     if images.y is None or images.classes is None or about.classes is None or images.classes == about.classes:
         return images

@@ -158,7 +158,7 @@ def _binary(path: Path) -> tuple[Tensor, Tensor]:
     if not len(raw) or len(raw) % RECORD:
         raise InputError(
             f"cifar10: {path} has {len(raw)} bytes, which is not a whole number of images of {RECORD} bytes: it is "
-            "truncated or foreign."
+            "truncated or foreign; get it again."
         )
     records = raw.reshape(-1, RECORD)
     return _checked(path, records[:, 1:].copy(), records[:, 0].astype(np.int64))
@@ -169,15 +169,21 @@ def _pickled(path: Path) -> tuple[Tensor, Tensor]:
     batch = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in content.items()}
     data, labels = batch.get("data"), batch.get("labels")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != RECORD - 1:
-        raise InputError(f"cifar10: {path} holds no array 'data' of bytes with shape (count, 3072).")
+        raise InputError(
+            f"cifar10: {path} holds no array 'data' of bytes with shape (count, 3072): it is no batch of CIFAR-10; get it again."
+        )
     if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(k, int) for k in labels):
-        raise InputError(f"cifar10: {path} holds no list 'labels' of {len(data)} numbers.")
+        raise InputError(
+            f"cifar10: {path} holds no list 'labels' of {len(data)} numbers: it is no batch of CIFAR-10; get it again."
+        )
     return _checked(path, data, np.array(labels, np.int64))
 
 
 def _checked(path: Path, data: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     if len(labels) and not 0 <= labels.min() <= labels.max() < 10:
-        raise InputError(f"cifar10: {path} holds labels {labels.min()} to {labels.max()}; expected 0 to 9.")
+        raise InputError(
+            f"cifar10: {path} holds labels {labels.min()} to {labels.max()}; expected 0 to 9: it is damaged or foreign; get it again."
+        )
     return torch.from_numpy(data.reshape(-1, 3, 32, 32)), torch.from_numpy(labels)
 
 
@@ -279,7 +285,9 @@ def load_plain(path: str | Path) -> dict[Any, Any]:
             raise pickle.UnpicklingError(f"it holds {type(content).__name__}, not a dictionary")
         return {key: value.resolve() if isinstance(value, _Array) else value for key, value in content.items()}
     except Exception as error:  # a broken pickle can raise almost anything
-        raise InputError(f"{path} cannot be read as a plain pickle: {error!s:.300}.") from error
+        raise InputError(
+            f"{path} cannot be read as a plain pickle ({error!s:.300}): it is truncated, damaged or something else; get it again."
+        ) from error
 
 
 def _require_modest(data: bytes) -> None:
