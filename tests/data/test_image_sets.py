@@ -297,6 +297,38 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert f"{tmp_path / 'nowhere'} does not exist" in err
 
 
+def test_a_set_that_is_prepared_in_two_turns_is_described_whole(tmp_path):
+    for split, count in (("train", 3), ("test", 2)):
+        (tmp_path / f"of {split}").mkdir()
+        np.savez(tmp_path / f"of {split}" / f"{split}.npz", x=pixels(count), y=np.arange(count))
+        prepare_images("svhn", tmp_path / f"of {split}", tmp_path)
+    described = tmp_path / "svhn" / "set.json"
+    assert {k: v["count"] for k, v in json.loads(described.read_text())["splits"].items()} == {"train": 3, "test": 2}
+    (tmp_path / "svhn" / "train.npz").unlink()  # no longer there
+    assert list(prepare_images("svhn", tmp_path / "of test", tmp_path)["splits"]) == ["test"]
+    np.savez(tmp_path / "svhn" / "train.npz", x=pixels(1))
+    for damaged in (
+        "{",
+        "[]",
+        '{"splits": {"train": 3}}',
+        '{"splits": {"train": {"count": "3", "of": 3, "checksums": null}}}',
+    ):
+        described.write_text(damaged)
+        assert list(prepare_images("svhn", tmp_path / "of test", tmp_path)["splits"]) == ["test"]
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    def full(file, **arrays):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    np.savez(tmp_path / "svhn.npz", x=pixels(2), y=np.arange(2))
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(InputError, match=r"cannot write .*No space left"):
+        prepare_images("svhn", tmp_path, tmp_path / "to")
+    assert not list((tmp_path / "to" / "svhn").iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("none", "does not exist"), ("c.tar.gz", "is an archive: unpack it"), ("x.npz", "is a file: expected the folder")],

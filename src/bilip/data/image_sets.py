@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,8 +191,8 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         to: By default where data is looked for.
 
     Returns:
-        What `set.json` holds: for each split the number of images, that of the whole set, their shape, and whether checksums agree
-        (`None` where none are known).
+        What `set.json` holds: for each split, those prepared there before too, the number of images, that of the whole set, their shape,
+        and whether checksums agree (`None` where none are known).
 
     Example:
         >>> import tempfile
@@ -229,6 +231,7 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         raise InputError(f"{source} holds no images of {name}: looked for {', '.join(looked)}. Get {about.how}.")
     from bilip.record import write_json
 
+    facts["splits"] = _written_before(about, root / name) | facts["splits"]
     write_json(root / name / "set.json", facts)
     return facts
 
@@ -474,11 +477,27 @@ def _records(images: Images) -> np.ndarray:
     return torch.cat((y[:, None].to(torch.uint8), images.x.flatten(1)), 1).numpy()
 
 
+def _written_before(about: ImageSet, folder: Path) -> dict[str, Any]:
+    """What `set.json` says of splits that were prepared before and are still there."""
+    try:
+        splits = json.loads((folder / "set.json").read_text())["splits"]
+        there = {
+            split: splits[split] for split in about.counts if split in splits and (folder / f"{split}.npz").is_file()
+        }
+        whole = all(
+            type(each["count"]) is type(each["of"]) is int and each["checksums"] in (True, False, None) and each["from"]
+            for each in there.values()
+        )
+        return there if whole else {}
+    except (OSError, ValueError, LookupError, TypeError):  # not there, or damaged: it is written anew
+        return {}
+
+
 def _write(folder: Path, split: str, images: Images) -> None:
     """An .npz file, whole or not at all."""
+    aside = folder / f".{split}.{os.getpid()}.npz"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".{split}.{os.getpid()}.npz"
         if images.y is None:
             np.savez(aside, x=images.x.numpy())
         else:
@@ -486,3 +505,6 @@ def _write(folder: Path, split: str, images: Images) -> None:
         os.replace(aside, folder / f"{split}.npz")
     except OSError as error:
         raise InputError(f"cannot write {folder} ({error.strerror}). Choose another --to.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
