@@ -128,6 +128,30 @@ def test_what_parts_mean():
     assert all(RECIPE.has(part, None) for part in RECIPE.parts(cifar10_classifier.Config(grid=10)))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        "affine-conv1x1-fd-every0",
+        "affine-conv1x1-none-e0",
+        "affine-conv1x1-nf1.2.3",
+        "affine-conv1x1-fd-every",
+        "affine",
+    ],
+)
+def test_names_that_mean_nothing(part):
+    with pytest.raises(
+        InputError, match=f"'{part}' names no run: expected, for example, .*1 or more behind -every and -e"
+    ):
+        Run.of(part)
+    assert not RECIPE.has(part, None)
+
+
+@pytest.mark.parametrize(("key", "there"), [("images", "64 train images"), ("test", "220 test images")])
+def test_more_images_than_there_are(tiny, data, tmp_path, key, there):
+    with pytest.raises(InputError, match=f"--set {key}=221: there are {there}; expected so many at most, or 0"):
+        cifar10_classifier.load(cifar10_classifier.replace(tiny, **{key: 221}), Work(tmp_path, data=data))
+
+
 def test_actnorms_start_from_so_many_augmented_images(tiny, data, tmp_path):
     train, *_ = cifar10_classifier.load(tiny, Work(tmp_path, data=data))
     model = cifar10_classifier.make_model(Run.of("affine-conv1x1-none"), tiny)
