@@ -15,6 +15,7 @@ from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log
+from in_process import command_line
 from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
 TINY = """
@@ -277,11 +278,39 @@ def test_the_guarded_run_is_shown():
 
 def test_a_run_that_diverged_is_a_row():
     parts = AS_IN_THE_PAPER | {
-        "affine-conv1x1-fd": Measured({"epochs": 20, "steps": 200, "diverged": "training diverged"})
+        "affine-conv1x1-fd": Measured(
+            {"epochs": 20, "steps": 200, "diverged": "training diverged; the last good checkpoint is x"}
+        )
     }
     line = judged(parts, "affine conv, FD 1e-4, 20 epochs")
     assert (line.ours, line.holds) == ("training diverged", None)
     assert not [line for line in classifier_lines({0: parts}, PAPER) if "FD against none" in line.what]
+
+
+def test_what_there_is_of_a_run_that_diverged_is_said_below_the_table(data, tmp_path, monkeypatch, capfd):
+    """In a cell of the table it would be longer than all others."""
+    run = command_line(monkeypatch, capfd)
+    words = [
+        "reproduce",
+        "cifar10_classifier",
+        "--parts",
+        "affine-conv1x1-none",
+        "--out",
+        str(tmp_path),
+        "--data",
+        str(data),
+        "--jobs",
+        "1",
+    ]
+    code, out, _ = run(*words, *(word for change in (*CHANGES, "lr=1e12") for word in ("--set", change)))
+    assert code == 0
+    (line,) = read_json(tmp_path / "ours.json")["runs"]["quick"]["lines"]
+    assert line["ours"].startswith("training diverged: ")
+    assert ";" not in line["ours"]
+    said = " ".join(out.split())
+    assert said.count("affine-conv1x1-none, seed 0: training diverged: ") == 1
+    assert "checkpoint" in said
+    assert "The same command diverges again: change --set lr=... and --out." in said
 
 
 def test_seeds_stand_side_by_side():

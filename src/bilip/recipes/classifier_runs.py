@@ -145,7 +145,7 @@ def classifier_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
             Line(
                 f"{shown(run)}{factor}, {epochs} epochs",
                 _text(row) if row else "",
-                "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"] for n in several),
+                "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"].partition(";")[0] for n in several),
                 all(agree) if agree else None,
             )
         )
