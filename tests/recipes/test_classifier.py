@@ -394,6 +394,7 @@ def test_what_is_said_of_angles():
     lines = gradient_angles.RECIPE.lines(None, found)
     assert [line.holds for line in lines] == [True, True, True, False]
     assert lines[1].ours == "up to 1.0e-03, first NaN at epoch 2"
+    assert lines[1].what == "affine: mean angle (rad), judged by NaN alone"
     assert set(gradient_angles.RECIPE.figures(None, found)) == {"introduction", "regularized"}
 
 
