@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, cifar10_classifier, configured, gradient_angles, regularizer_timing, reproduce
@@ -353,6 +354,34 @@ def test_every_row_is_timed_and_shown(tmp_path):
     assert all(row["milliseconds"] > 0 for row in rows.values())
     assert [line.paper for line in outcome.lines[:4]] == ["281.0 s", "854.1 s", "406.6 s", "354.6 s"]
     assert [path.name for path in outcome.figures] == ["overhead-quick.png"]
+
+
+def test_no_row_is_charged_for_what_earlier_ones_left(tmp_path, monkeypatch):
+    """All rows share a process; a row takes 50 MiB here, and 1, 2, ... of them stay behind."""
+    taken, peak, done = [100], [0], []
+
+    def forget():
+        peak[0] = taken[0]
+
+    def make(*args):
+        taken[0] += 50
+        peak[0] = max(peak[0], taken[0])
+        raise StopIteration
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: taken[0] * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0] * 2**20)
+    monkeypatch.setattr(regularizer_timing.gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(regularizer_timing, "make", make)
+    asked, forget_rows = [], regularizer_timing._forget
+    monkeypatch.setattr(regularizer_timing, "_forget", lambda work: asked.append(forget_rows(work)) or asked[-1])
+    work, row = Work(tmp_path, 0, "cuda"), next(iter(regularizer_timing.ROWS.values()))
+    for measure in (regularizer_timing.through_the_loop, regularizer_timing.bare, regularizer_timing.bare):
+        with pytest.raises(StopIteration):
+            measure(row, TIMING, work)
+        assert regularizer_timing._memory(work, asked[-1]) == {"mib": 50}
+    assert done == ["collected", "emptied"] * 3
 
 
 @pytest.mark.parametrize("name", list(regularizer_timing.BARE))
