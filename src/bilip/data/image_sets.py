@@ -149,8 +149,9 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
     """The images of a set by its name, from what `bilip data` prepared or from files as people have them.
 
     They are looked for in `folder/NAME` and in `folder`: `SPLIT.npz`, `NAME_SPLIT.npz` or, for the usual split, `NAME.npz`, with `x`
-    (uint8, channels last or first) and perhaps `y`. For CIFAR-10 also the binary and the Python batches, for SVHN the `.mat` files, and
-    in `folder/NAME` images in folders, which are cut and averaged to the side of the set. A part of a set is taken as it is:
+    (uint8, channels last or first) and perhaps `y`, which CIFAR-10 needs. For CIFAR-10 also the binary and the Python batches, each of
+    which is held against its checksum, for SVHN the `.mat` files, and in `folder/NAME` images in folders, which are cut and averaged to
+    the side of the set. A part of a set is taken as it is:
     `len` says how many there are.
 
     Args:
