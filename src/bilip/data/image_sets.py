@@ -192,8 +192,8 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         to: By default where data is looked for.
 
     Returns:
-        What `set.json` holds: for each split, those prepared there before too, the number of images, that of the whole set, their shape,
-        and whether checksums agree (`None` where none are known).
+        What is said of the splits that were found: the number of images, that of the whole set, their shape, and whether checksums
+        agree (`None` where none are known). `set.json` keeps what it says of splits that were prepared there before.
 
     Example:
         >>> import tempfile
@@ -232,8 +232,8 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         raise InputError(f"{source} holds no images of {name}: looked for {', '.join(looked)}. Get {about.how}.")
     from bilip.record import write_json
 
-    facts["splits"] = _written_before(about, root / name) | facts["splits"]
-    write_json(root / name / "set.json", facts)
+    splits = _written_before(about, root / name) | facts["splits"]
+    write_json(root / name / "set.json", facts | {"splits": splits})
     return facts
 
 
@@ -481,17 +481,10 @@ def _records(images: Images) -> np.ndarray:
 def _written_before(about: ImageSet, folder: Path) -> dict[str, Any]:
     """What `set.json` says of splits that were prepared before and are still there."""
     try:
-        splits = json.loads((folder / "set.json").read_text())["splits"]
-        there = {
-            split: splits[split] for split in about.counts if split in splits and (folder / f"{split}.npz").is_file()
-        }
-        whole = all(
-            type(each["count"]) is type(each["of"]) is int and each["checksums"] in (True, False, None) and each["from"]
-            for each in there.values()
-        )
-        return there if whole else {}
+        splits = dict(json.loads((folder / "set.json").read_text())["splits"])
     except (OSError, ValueError, LookupError, TypeError):  # not there, or damaged: it is written anew
         return {}
+    return {split: splits[split] for split in about.counts if split in splits and (folder / f"{split}.npz").is_file()}
 
 
 def _write(folder: Path, split: str, images: Images) -> None:
