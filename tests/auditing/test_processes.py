@@ -23,7 +23,7 @@ from in_process import command_line
 pytestmark = pytest.mark.process
 
 MODELS = """
-import pathlib, time
+import os, pathlib, signal, time
 import torch
 import bilip
 
@@ -37,6 +37,16 @@ def flow():
 
 def unseeded():
     return bilip.Flow(bilip.models.real_nvp(2, blocks=2))
+
+def dying():
+    made = flow()
+    inner = made.bijection.forward
+    def forward(x, context=None):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(x, context)
+    made.bijection.forward = forward
+    return made
 
 def slow():
     made = flow()
@@ -187,6 +197,66 @@ def test_a_process_that_is_left_alone_says_so(monkeypatch):
         _processes.processes(stop),
     ):
         pass
+
+
+def test_the_end_of_another_process_is_said_in_words(monkeypatch):
+    pair = Processes()
+    pair.size = 2
+
+    def closed(everyone, mine):
+        raise RuntimeError("Connection closed by peer [::1]:4242. This may indicate a remote crash ... GLHF")
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", closed)
+    with pytest.raises(
+        InputError, match=r"another of the 2 processes ended \(killed, or out of memory\?\).*start all of them again"
+    ):
+        pair.gather(1)
+
+
+class Heard:
+    """A store in which the first process has said something, or not."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def wait(self, keys, time):
+        if not self.said:
+            raise KeyboardInterrupt  # ended while it waits
+
+    def check(self, keys):
+        return self.said
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_who_is_ended_by_torchrun_repeats_nothing_and_hides_nothing(monkeypatch, said):
+    """The first speaks, and torchrun ends the others at once; where the first was killed, another one speaks."""
+
+    def ended(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_processes.time, "sleep", ended)
+    try:
+        assert _processes._said_by_the_first(Heard(said)) is said
+    except KeyboardInterrupt:
+        pytest.fail("it says that it was stopped")
+
+
+@pytest.mark.soak
+def test_a_process_that_is_killed_is_said_in_words(folder):
+    (folder / "begun").unlink(missing_ok=True)
+    run = start(folder, "flows_to_share:dying", *AUDIT, "--out", "killed.json")
+    _, said = run.communicate(timeout=300)
+    assert run.returncode
+    assert said.count("bilip: another of the 2 processes ended") == 1
+    assert "GLHF" not in said
+
+
+@pytest.mark.soak
+def test_a_bad_argument_is_one_line(folder):
+    run = start(folder, "flows_to_share:none", *AUDIT, "--out", "no.json")
+    _, said = run.communicate(timeout=300)
+    assert run.returncode
+    assert said.count("bilip: ") == 1
 
 
 def test_one_process_does_all_tasks_in_the_order_asked_for():

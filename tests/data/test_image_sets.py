@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import pickle
 import sys
 import types
 
@@ -32,7 +33,7 @@ def test_what_was_prepared_is_found_by_name(tmp_path, monkeypatch):
     facts = prepare_images("cifar10", tmp_path / "from", tmp_path / "to")
     assert facts["splits"]["train"]["count"] == 5
     assert facts["splits"]["train"]["of"] == 50_000
-    assert facts["splits"]["train"]["checksums"] is False
+    assert facts["splits"]["train"]["checksums"] is None
     assert json.loads((tmp_path / "to" / "cifar10" / "set.json").read_text())["splits"] == facts["splits"] | {
         split: value | {"classes": list(value["classes"])} for split, value in facts["splits"].items()
     }
@@ -60,7 +61,7 @@ def test_binary_batches_and_their_checksums(tmp_path, monkeypatch):
     assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["test"]["checksums"] is True
     records[2, 1000] ^= 1
     records.tofile(path)
-    with pytest.raises(InputError, match="checksum is another one"):
+    with pytest.raises(InputError, match=r"test_batch.bin is not test_batch .* have another checksum"):
         image_set("cifar10", "test", tmp_path)
 
 
@@ -73,11 +74,85 @@ def test_a_file_that_is_there_twice_is_no_whole_set(tmp_path, monkeypatch):
     for k in (1, 2, 3):
         records[2 * k - 2 : 2 * k].tofile(tmp_path / f"data_batch_{k}.bin")
     assert len(image_set("cifar10", "train", tmp_path)) == 6
-    records[:2].tofile(tmp_path / "data_batch_3.bin")
-    with pytest.raises(InputError, match="there twice"):
-        image_set("cifar10", "train", tmp_path)
     (tmp_path / "data_batch_2.bin").unlink()
-    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is False
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is True
+    records[:2].tofile(tmp_path / "data_batch_3.bin")
+    with pytest.raises(InputError, match=r"data_batch_3.bin is not .*: it holds the images of data_batch_1"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
+    twice = records[[0, 1, 2, 3, 0, 1]]
+    (tmp_path / "npz").mkdir()
+    np.savez(tmp_path / "npz" / "train.npz", x=twice[:, 1:].reshape(-1, 3, 32, 32), y=twice[:, 0])
+    with pytest.raises(InputError, match="there twice"):
+        image_set("cifar10", "train", tmp_path / "npz")
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda r: np.concatenate((r[:1000], r[1000:1001] ^ 1, r[1001:])),
+            "have another checksum",
+        ),  # also another label
+        (lambda r: r[:9000], "its 9,000 images"),
+    ],
+)
+def test_every_batch_is_what_its_name_says(tmp_path, suffix, change, said):
+    """Whatever the other files are: the known checksums are those of the published files."""
+    records = change(np.zeros((10_000, 3073), np.uint8))
+    path = tmp_path / f"data_batch_2{suffix}"
+    if suffix:
+        path.write_bytes(records.tobytes())
+    else:
+        path.write_bytes(pickle.dumps({"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}, protocol=2))
+    with pytest.raises(InputError, match=rf"data_batch_2{suffix} is not data_batch_2 of CIFAR-10 as published.*{said}"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
+
+
+def pictures(folder, count):
+    folder.mkdir(parents=True)
+    for k in range(count):
+        Image.fromarray(pixels(1)[0]).save(folder / f"{k}.png")
+
+
+def test_parts_of_a_set_are_not_mixed(tmp_path):
+    pictures(tmp_path / "archive" / "train" / "n01" / "images", 3)
+    pictures(tmp_path / "archive" / "test" / "images", 4)
+    for name in ("places", "textures", "celeba64"):
+        with pytest.raises(
+            InputError, match=r"archive holds images in folders test and train.*get .*(places2|dtd|celeba)"
+        ):
+            prepare_images(name, tmp_path / "archive", tmp_path / "to")
+    pictures(tmp_path / "archive" / "val" / "images", 2)
+    assert prepare_images("tiny_imagenet", tmp_path / "archive", tmp_path / "to")["splits"]["test"]["count"] == 2
+    (tmp_path / "archive").rename(tmp_path / "tiny_imagenet")
+    assert len(image_set("tiny_imagenet", folder=tmp_path)) == 2
+    with pytest.raises(InputError, match="in folders test and train"):  # one below
+        prepare_images("places", tmp_path, tmp_path / "to")
+
+
+def test_a_whole_set_may_come_in_another_order(tmp_path, monkeypatch):
+    x, y = pixels(6), np.array([3, 1, 4, 1, 5, 9])
+    records = np.concatenate((y[:, None].astype(np.uint8), x.transpose(0, 3, 1, 2).reshape(6, -1)), 1)
+    each = sorted(hashlib.md5(record.tobytes()).digest() for record in records)
+    known = dataclasses.replace(
+        IMAGE_SETS["cifar10"],
+        counts={"train": 6, "test": 1},
+        md5={"train": (hashlib.md5(records.tobytes()).hexdigest(),)},
+        unordered={"train": hashlib.md5(b"".join(each)).hexdigest()},
+    )
+    monkeypatch.setattr(module, "IMAGE_SETS", {"cifar10": known})
+    monkeypatch.setattr(module, "BATCH", 6)
+    for name in module.CIFAR10_CLASSES:
+        (tmp_path / "train" / name).mkdir(parents=True)
+    for k, label in enumerate(y):
+        Image.fromarray(x[k]).save(tmp_path / "train" / module.CIFAR10_CLASSES[label] / f"{k}.png")
+    assert prepare_images("cifar10", tmp_path, tmp_path / "to")["splits"]["train"]["checksums"] is True
+    assert len(image_set("cifar10", "train", tmp_path / "to")) == 6
+    x[2, 5, 5, 1] ^= 1
+    Image.fromarray(x[2]).save(tmp_path / "train" / "deer" / "2.png")
+    with pytest.raises(InputError, match="theirs is another"):
+        prepare_images("cifar10", tmp_path, tmp_path / "to")
 
 
 def test_folders_of_some_classes_keep_the_numbers_of_the_set(tmp_path):
@@ -158,11 +233,14 @@ def test_pictures_of_any_size_are_cut_and_averaged(tmp_path):
         ({"x": np.zeros((10_001, 32, 32, 3), np.uint8)}, "10001 images, expected 1 to 10000"),
         ({"x": np.zeros((2, 32, 32, 3), np.uint8), "y": np.array([0, 10])}, "labels 0 to 10, expected 0 to 9"),
         ({"x": np.zeros((0, 32, 32, 3), np.uint8)}, "0 images"),
+        ({"x": np.zeros((2, 32, 32, 3), np.uint8)}, "no labels; expected an array 'y'"),
+        ({"x": np.zeros((10_000, 32, 32, 3), np.uint8), "y": np.zeros(10_000, int)}, "theirs is another"),
     ],
 )
 def test_something_else_of_that_name(tmp_path, arrays, said):
-    np.savez(tmp_path / "cifar10_test.npz", **arrays)
-    with pytest.raises(InputError, match=said):
+    path = tmp_path / "cifar10_test.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(InputError, match=rf"{path}.*{said}"):
         image_set("cifar10", "test", tmp_path)
 
 
@@ -216,3 +294,41 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert all(name in listed for name in IMAGE_SETS)
     code, _, err = run("data", "svhn", "--from", str(tmp_path / "nowhere"))
     assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'nowhere'} does not exist" in err
+
+
+def test_a_set_that_is_prepared_in_two_turns_is_described_whole(tmp_path):
+    for split, count in (("train", 3), ("test", 2)):
+        (tmp_path / f"of {split}").mkdir()
+        np.savez(tmp_path / f"of {split}" / f"{split}.npz", x=pixels(count), y=np.arange(count))
+        prepare_images("svhn", tmp_path / f"of {split}", tmp_path)
+    described = tmp_path / "svhn" / "set.json"
+    assert {k: v["count"] for k, v in json.loads(described.read_text())["splits"].items()} == {"train": 3, "test": 2}
+    (tmp_path / "svhn" / "train.npz").unlink()  # no longer there
+    for before in (described.read_text(), "{", "[]", '{"splits": 3}', '{"splits": []}'):
+        described.write_text(before)
+        assert list(prepare_images("svhn", tmp_path / "of test", tmp_path)["splits"]) == ["test"]
+        assert list(json.loads(described.read_text())["splits"]) == ["test"]
+
+
+def test_nothing_half_written_stays(tmp_path, monkeypatch):
+    def full(file, **arrays):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    np.savez(tmp_path / "svhn.npz", x=pixels(2), y=np.arange(2))
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(InputError, match=r"cannot write .*No space left"):
+        prepare_images("svhn", tmp_path, tmp_path / "to")
+    assert not list((tmp_path / "to" / "svhn").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none", "does not exist"), ("c.tar.gz", "is an archive: unpack it"), ("x.npz", "is a file: expected the folder")],
+)
+def test_what_is_no_folder(tmp_path, name, said):
+    if name != "none":
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=f"--from {tmp_path / name} {said}"):
+        prepare_images("cifar10", tmp_path / name, tmp_path / "to")

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, cifar10_classifier, configured, gradient_angles, regularizer_timing, reproduce
@@ -15,6 +16,7 @@ from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log
+from in_process import command_line
 from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
 TINY = """
@@ -126,6 +128,30 @@ def test_what_parts_mean():
     parts = RECIPE.parts(RECIPE.sizes["gpu"])
     assert len(parts) == 13
     assert all(RECIPE.has(part, None) for part in RECIPE.parts(cifar10_classifier.Config(grid=10)))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "affine-conv1x1-fd-every0",
+        "affine-conv1x1-none-e0",
+        "affine-conv1x1-nf1.2.3",
+        "affine-conv1x1-fd-every",
+        "affine",
+    ],
+)
+def test_names_that_mean_nothing(part):
+    with pytest.raises(
+        InputError, match=f"'{part}' names no run: expected, for example, .*1 or more behind -every and -e"
+    ):
+        Run.of(part)
+    assert not RECIPE.has(part, None)
+
+
+@pytest.mark.parametrize(("key", "there"), [("images", "64 train images"), ("test", "220 test images")])
+def test_more_images_than_there_are(tiny, data, tmp_path, key, there):
+    with pytest.raises(InputError, match=f"--set {key}=221: there are {there}; expected so many at most, or 0"):
+        cifar10_classifier.load(cifar10_classifier.replace(tiny, **{key: 221}), Work(tmp_path, data=data))
 
 
 def test_actnorms_start_from_so_many_augmented_images(tiny, data, tmp_path):
@@ -253,11 +279,39 @@ def test_the_guarded_run_is_shown():
 
 def test_a_run_that_diverged_is_a_row():
     parts = AS_IN_THE_PAPER | {
-        "affine-conv1x1-fd": Measured({"epochs": 20, "steps": 200, "diverged": "training diverged"})
+        "affine-conv1x1-fd": Measured(
+            {"epochs": 20, "steps": 200, "diverged": "training diverged; the last good checkpoint is x"}
+        )
     }
     line = judged(parts, "affine conv, FD 1e-4, 20 epochs")
     assert (line.ours, line.holds) == ("training diverged", None)
     assert not [line for line in classifier_lines({0: parts}, PAPER) if "FD against none" in line.what]
+
+
+def test_what_there_is_of_a_run_that_diverged_is_said_below_the_table(data, tmp_path, monkeypatch, capfd):
+    """In a cell of the table it would be longer than all others."""
+    run = command_line(monkeypatch, capfd)
+    words = [
+        "reproduce",
+        "cifar10_classifier",
+        "--parts",
+        "affine-conv1x1-none",
+        "--out",
+        str(tmp_path),
+        "--data",
+        str(data),
+        "--jobs",
+        "1",
+    ]
+    code, out, _ = run(*words, *(word for change in (*CHANGES, "lr=1e12") for word in ("--set", change)))
+    assert code == 0
+    (line,) = read_json(tmp_path / "ours.json")["runs"]["quick"]["lines"]
+    assert line["ours"].startswith("training diverged: ")
+    assert ";" not in line["ours"]
+    said = " ".join(out.split())
+    assert said.count("affine-conv1x1-none, seed 0: training diverged: ") == 1
+    assert "checkpoint" in said
+    assert "The same command diverges again: change --set lr=... and --out." in said
 
 
 def test_seeds_stand_side_by_side():
@@ -302,6 +356,34 @@ def test_every_row_is_timed_and_shown(tmp_path):
     assert [path.name for path in outcome.figures] == ["overhead-quick.png"]
 
 
+def test_no_row_is_charged_for_what_earlier_ones_left(tmp_path, monkeypatch):
+    """All rows share a process; a row takes 50 MiB here, and 1, 2, ... of them stay behind."""
+    taken, peak, done = [100], [0], []
+
+    def forget():
+        peak[0] = taken[0]
+
+    def make(*args):
+        taken[0] += 50
+        peak[0] = max(peak[0], taken[0])
+        raise StopIteration
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: taken[0] * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0] * 2**20)
+    monkeypatch.setattr(regularizer_timing.gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(regularizer_timing, "make", make)
+    asked, forget_rows = [], regularizer_timing._forget
+    monkeypatch.setattr(regularizer_timing, "_forget", lambda work: asked.append(forget_rows(work)) or asked[-1])
+    work, row = Work(tmp_path, 0, "cuda"), next(iter(regularizer_timing.ROWS.values()))
+    for measure in (regularizer_timing.through_the_loop, regularizer_timing.bare, regularizer_timing.bare):
+        with pytest.raises(StopIteration):
+            measure(row, TIMING, work)
+        assert regularizer_timing._memory(work, asked[-1]) == {"mib": 50}
+    assert done == ["collected", "emptied"] * 3
+
+
 @pytest.mark.parametrize("name", list(regularizer_timing.BARE))
 def test_bare_steps_are_captured(name, tmp_path, device, monkeypatch):
     if device.type != "cuda":
@@ -341,6 +423,7 @@ def test_what_is_said_of_angles():
     lines = gradient_angles.RECIPE.lines(None, found)
     assert [line.holds for line in lines] == [True, True, True, False]
     assert lines[1].ours == "up to 1.0e-03, first NaN at epoch 2"
+    assert lines[1].what == "affine: mean angle (rad), judged by NaN alone"
     assert set(gradient_angles.RECIPE.figures(None, found)) == {"introduction", "regularized"}
 
 

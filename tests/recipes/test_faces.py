@@ -272,6 +272,7 @@ def test_inverses_that_are_cut_or_loose_are_worse_than_solved_ones():
         ("blocks=1,1,1,1,1,1,1", "halved"),
         ("test=100", "there are 40 faces"),
         ("images=4", "a batch of images"),
+        ("images=29", "there are 28 faces beside the test images"),
     ],
 )
 def test_configurations_that_are_refused(change, said, data, tmp_path):

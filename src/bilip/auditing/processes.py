@@ -62,7 +62,7 @@ class Processes:
             do: Called with a task and with how many were begun before it.
 
         Raises:
-            InputError: Another process failed; in that one its own error is raised.
+            InputError: Another process failed, or is no more; in one that failed its own error is raised.
         """
         queue = list(order)
         if self.size == 1:
@@ -74,16 +74,19 @@ class Processes:
         mine: dict[int, R] = {}
         failure: BaseException | None = None
         try:
-            while (begun := store.add(key, 1) - 1) < len(queue):
+            while (begun := self._added(store, key, 1) - 1) < len(queue):
                 mine[queue[begun]] = do(tasks[queue[begun]], begun)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):  # whoever asked for it asked every process
                 raise
             failure = error
-            store.add(key, len(queue))  # nobody begins another one
-        everyone = self.gather((mine, None if failure is None else said_by(failure)))
+            with contextlib.suppress(RuntimeError):
+                store.add(key, len(queue))  # nobody begins another one
         if failure is not None:
+            with contextlib.suppress(InputError):
+                self.gather((mine, said_by(failure)))
             raise failure
+        everyone = self.gather((mine, None))
         for rank, (_, said) in enumerate(everyone):
             if said is not None:
                 raise InputError(f"process {rank} of {self.size}: {said}")
@@ -91,13 +94,28 @@ class Processes:
         return [found[k] for k in range(len(tasks))]
 
     def gather(self, mine: R) -> list[R]:
-        """What every process has, in the order of the processes."""
+        """What every process has, in the order of the processes; an `InputError` if one of them is no more."""
         if self.size == 1:
             return [mine]
         everyone: list[Any] = [None] * self.size
-        with self._undisturbed():
+        with self._undisturbed(), self._alive():
             dist.all_gather_object(everyone, mine)
         return everyone
+
+    def _added(self, store: Any, key: str, count: int) -> int:
+        with self._alive():
+            return store.add(key, count)
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Inside, a connection that breaks is said to be what it is: the end of another process."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise InputError(
+                f"another of the {self.size} processes ended (killed, or out of memory?), seen by process {self.rank}: start all of them "
+                "again, with fewer processes or a smaller budget if memory is short."
+            ) from error
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

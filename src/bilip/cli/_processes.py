@@ -86,7 +86,8 @@ def processes(stop: Stop) -> Iterator[Processes]:
             if isinstance(error, typer.Exit):
                 raise
             text, code = last_words(error)
-            store.set(f"bilip/said/{here.rank}", text)
+            with contextlib.suppress(RuntimeError):  # the process that kept the store is no more
+                store.set(f"bilip/said/{here.rank}", text)
             if here.first or not _said_by_the_first(store):
                 raise
             raise typer.Exit(code) from None
@@ -98,12 +99,13 @@ def processes(stop: Stop) -> Iterator[Processes]:
 def _said_by_the_first(store) -> bool:  # type: ignore[no-untyped-def]
     """Whether the first process failed too, and says why; also where this one is ended meanwhile."""
     try:
-        store.wait(["bilip/said/0"], _WAIT)
-    except KeyboardInterrupt:
-        return True
+        try:
+            store.wait(["bilip/said/0"], _WAIT)
+            time.sleep(1)  # torchrun ends the others as soon as one has failed: the first speaks before
+        except KeyboardInterrupt:
+            return store.check(["bilip/said/0"])
     except RuntimeError:
         return False
-    time.sleep(1)  # torchrun ends the others as soon as one has failed: the first speaks before
     return True
 
 

@@ -39,6 +39,8 @@ def data(
     facts = prepare_images(name, source, to)
     for split, found in facts["splits"].items():
         whole = "all of them" if found["count"] == found["of"] else f"a part of {found['of']:,}"
-        sums = {True: ", checksums as published", False: ", checksums not known", None: ""}[found["checksums"]]
+        sums = {True: ", checksums as published", False: ", checksums known, and different", None: ""}[
+            found["checksums"]
+        ]
         console.print(f"{name} {split}: {found['count']:,} images, {whole}{sums} ({found['from']})", markup=False)
     console.print(f"wrote {data_folder(to) / name}", markup=False)

@@ -82,6 +82,10 @@ def reproduce(
     console = Console(highlight=False)
     outcome = _run(name, seeds, jobs, console, options)
     console.print(_table(outcome))
+    for why in outcome.diverged:
+        console.print(why, markup=False, soft_wrap=True)
+    if outcome.diverged:
+        console.print("The same command diverges again: change --set lr=... and --out.\n", markup=False)
     other = [", ".join(outcome.differences) + "."] if outcome.differences else []
     for title, notes in (
         ("As in the original code", outcome.recipe.matched),

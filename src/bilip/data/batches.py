@@ -67,7 +67,10 @@ class ImageBatches:
         std: Sequence[float] = (1.0, 1.0, 1.0),
     ) -> None:
         if images.y is None:
-            raise InputError("ImageBatches: these images have no labels.")
+            raise InputError(
+                "ImageBatches: these images have no labels; expected Images(x, y), as from an .npz file with an array 'y', or from folders "
+                "of classes."
+            )
         if not 1 <= size <= len(images):
             raise InputError(f"ImageBatches(size={size}): expected 1 to {len(images)}, the number of images.")
         channels = images.x.shape[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from bilip.data.files import SUFFIXES, open_image, pillow
-from bilip.data.images import CIFAR10_CLASSES, Images, cifar10, labelled, load_images
+from bilip.data.images import BATCHES, CIFAR10_CLASSES, Images, cifar10_batches, labelled, load_images
 from bilip.errors import DataNotFound, InputError, MissingExtra, said_by
 
 __all__ = ["IMAGE_SETS", "ImageSet", "data_folder", "image_set", "prepare_images"]
@@ -32,9 +34,11 @@ class ImageSet:
         counts: Images in each split of the whole set; the first split is the usual one.
         how: How to get it.
         classes: Names of the labels, where they are few.
+        within: The folder of an unpacked archive that holds its images, where there are others beside it.
         crop: Side of the centre square that is cut out; `None` for the shorter side.
         hub: Its name on Hugging Face, the configuration, the columns of images and labels, and the name of each split there.
         md5: Of each 10,000 images of a split, labels and pixels as in the binary files, where known.
+        unordered: Of a whole split in whatever order: the MD5 of the sorted MD5s of its images, each with its label, where known.
 
     Example:
         >>> IMAGE_SETS["svhn"].counts["test"]
@@ -47,9 +51,11 @@ class ImageSet:
     counts: Mapping[str, int]
     how: str
     classes: tuple[str, ...] | None = None
+    within: str | None = None
     crop: int | None = None
     hub: tuple[str, str | None, str, str | None, Mapping[str, str]] | None = None
     md5: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unordered: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def split(self) -> str:
@@ -79,6 +85,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
                 ),
                 "test": ("803d5f7f4d78ea53de84dbe85f74fb6d",),
             },
+            unordered={"train": "4d941ed38b4cfbad3461e69b65fbf77c", "test": "5c541f6619e05a6b3e6c4b873d02048d"},
         ),
         ImageSet(
             "svhn",
@@ -95,6 +102,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 5_640},
             "dtd-r1.0.1.tar.gz from www.robots.ox.ac.uk/~vgg/data/dtd, its folder images",
+            within="images",
             hub=("tanganke/dtd", None, "image", "label", {"test": "train+test"}),
         ),
         ImageSet(
@@ -103,6 +111,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 10_000},
             "validation images of MiniPlaces or Places365 from places2.csail.mit.edu, as a folder",
+            within="val",
         ),
         ImageSet(
             "tiny_imagenet",
@@ -110,6 +119,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
             32,
             {"test": 10_000},
             "tiny-imagenet-200.zip from cs231n.stanford.edu, its folder val/images",
+            within="val",
             hub=("zh-plus/tiny-imagenet", None, "image", "label", {"test": "valid"}),
         ),
         ImageSet(
@@ -139,8 +149,9 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
     """The images of a set by its name, from what `bilip data` prepared or from files as people have them.
 
     They are looked for in `folder/NAME` and in `folder`: `SPLIT.npz`, `NAME_SPLIT.npz` or, for the usual split, `NAME.npz`, with `x`
-    (uint8, channels last or first) and perhaps `y`. For CIFAR-10 also the binary and the Python batches, for SVHN the `.mat` files, and
-    in `folder/NAME` images in folders, which are cut and averaged to the side of the set. A part of a set is taken as it is:
+    (uint8, channels last or first) and perhaps `y`, which CIFAR-10 needs. For CIFAR-10 also the binary and the Python batches, each of
+    which is held against its checksum, for SVHN the `.mat` files, and in `folder/NAME` images in folders, which are cut and averaged to
+    the side of the set. A part of a set is taken as it is:
     `len` says how many there are.
 
     Args:
@@ -163,13 +174,13 @@ def image_set(name: str, split: str | None = None, folder: str | Path | None = N
     split = about.split if split is None else split
     if split not in about.counts:
         raise InputError(f"{name} has no split {split!r}: expected {' or '.join(map(repr, about.counts))}.")
-    found = _read(about, split, root, pictures=(root / name / split, root / name))
+    found = _read(about, split, root, pictures=_places(about, split, root / name))
     if found is None:
         raise DataNotFound(
             f"no {split} images of {name} in {root / name} or {root}: looked for {', '.join(_names(about, split))}. Get "
             f"{about.how}; then run: bilip data {name} --from FOLDER. (Another place for all data: --data or BILIP_DATA.)"
         )
-    return _checked(about, split, *found)
+    return _checked(about, split, found)
 
 
 def prepare_images(name: str, source: str | Path | None = None, to: str | Path | None = None) -> dict[str, Any]:
@@ -181,8 +192,8 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         to: By default where data is looked for.
 
     Returns:
-        What `set.json` holds: for each split the number of images, that of the whole set, their shape, and whether checksums agree
-        (`None` where none are known).
+        What is said of the splits that were found: the number of images, that of the whole set, their shape, and whether checksums
+        agree (`None` where none are known). `set.json` keeps what it says of splits that were prepared there before.
 
     Example:
         >>> import tempfile
@@ -193,16 +204,18 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
         (2, 26032)
     """
     about, root = _about(name), data_folder(to)
+    if source is not None:
+        _require_folder(about, Path(source))
     facts: dict[str, Any] = {"name": name, "title": about.title, "splits": {}}
     for split in about.counts:
         found = (
             _fetched(about, split)
             if source is None
-            else _read(about, split, Path(source), pictures=_places(name, split, Path(source)))
+            else _read(about, split, Path(source), pictures=_places(about, split, Path(source, name), Path(source)))
         )
         if found is None:
             continue
-        images = _checked(about, split, *found)
+        images = _checked(about, split, found)
         folder = root / name
         _write(folder, split, images)
         facts["splits"][split] = {
@@ -212,24 +225,49 @@ def prepare_images(name: str, source: str | Path | None = None, to: str | Path |
             "labels": images.y is not None,
             "classes": images.classes,
             "checksums": _known(about, split, images),
-            "from": found[1],
+            "from": found.form,
         }
     if not facts["splits"]:
         looked = [word for split in about.counts for word in _names(about, split)]
         raise InputError(f"{source} holds no images of {name}: looked for {', '.join(looked)}. Get {about.how}.")
     from bilip.record import write_json
 
-    write_json(root / name / "set.json", facts)
+    splits = _written_before(about, root / name) | facts["splits"]
+    write_json(root / name / "set.json", facts | {"splits": splits})
     return facts
 
 
 # ---- where the files are
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Images as they were read, from files of which form, and where these are."""
+
+    images: Images
+    form: str
+    place: str | Path
+
+
 def _about(name: str) -> ImageSet:
     if name not in IMAGE_SETS:
         raise InputError(f"there is no image set {name!r}: expected {', '.join(IMAGE_SETS)}.")
     return IMAGE_SETS[name]
+
+
+def _require_folder(about: ImageSet, source: Path) -> None:
+    """Raise an `InputError` unless there is such a folder."""
+    if source.is_dir():
+        return
+    if not source.exists():
+        raise InputError(
+            f"--from {source} does not exist: expected the folder that holds {about.name}. Get {about.how}."
+        )
+    if source.suffix in (".gz", ".tgz", ".tar", ".zip", ".xz", ".bz2"):
+        raise InputError(f"--from {source} is an archive: unpack it, and give the folder that it makes.")
+    raise InputError(
+        f"--from {source} is a file: expected the folder that holds {about.name}, so perhaps {source.parent}."
+    )
 
 
 def _names(about: ImageSet, split: str) -> list[str]:
@@ -239,36 +277,62 @@ def _names(about: ImageSet, split: str) -> list[str]:
     return [f"{split}.npz", f"{about.name}_{split}.npz", *usual, *forms.get(about.name, []), "images in folders"]
 
 
-def _places(name: str, split: str, root: Path) -> tuple[Path, ...]:
-    """Where images in folders are looked for in a folder that is said to hold the set."""
-    return root / name / split, root / split, root / name, root
+def _places(about: ImageSet, split: str, *folders: Path) -> list[Path]:
+    """Where images in folders are looked for, below folders that may hold the set."""
+    if len(about.counts) > 1:
+        return [folder / split for folder in folders] + [folder for folder in folders if folder.name == split]
+    within = [folder / about.within for folder in folders] if about.within else []
+    return [*within, folders[0] / split, *folders]
 
 
-def _read(about: ImageSet, split: str, root: Path, pictures: tuple[Path, ...]) -> tuple[Images, str] | None:
-    """The images and the kind of files they came from."""
+def _read(about: ImageSet, split: str, root: Path, pictures: Sequence[Path]) -> _Found | None:
+    """The images, and the files they came from; `None` if there are none."""
     if not root.is_dir():
         return None
     usual = [f"{about.name}.npz"] if split == about.split else []
     for place in (root / about.name, root):
         for file in (f"{split}.npz", f"{about.name}_{split}.npz", *usual):
             if (place / file).is_file():
-                return load_images(place / file), file
-        if about.name == "cifar10" and _has_batches(place, split):
-            return cifar10(place, split=split), "the batches of CIFAR-10"
+                return _Found(load_images(place / file), file, place / file)
+        if about.name == "cifar10" and (batches := cifar10_batches(place, split)):
+            return _Found(_joined(about, split, batches), "the batches of CIFAR-10", place)
         if about.name == "svhn" and (place / f"{split}_32x32.mat").is_file():
-            return _mat(place / f"{split}_32x32.mat"), f"{split}_32x32.mat"
+            path = place / f"{split}_32x32.mat"
+            return _Found(_mat(path), path.name, path)
     for place in pictures:
-        if (len(about.counts) == 1 or place.name == split) and place.is_dir():
+        if place.is_dir():
             paths = sorted(p for p in place.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
             if paths:
-                return _pictures(about, place, paths), "images in folders"
+                _require_one_part(about, place, paths)
+                return _Found(_pictures(about, place, paths), "images in folders", place)
     return None
 
 
-def _has_batches(place: Path, split: str) -> bool:
-    names = [f"data_batch_{k}" for k in range(1, 6)] if split == "train" else ["test_batch"]
-    below = (place, place / "cifar-10-batches-bin", place / "cifar-10-batches-py")
-    return any((folder / f"{name}{suffix}").is_file() for folder in below for name in names for suffix in ("", ".bin"))
+def _joined(about: ImageSet, split: str, batches: Mapping[Path, tuple[torch.Tensor, torch.Tensor]]) -> Images:
+    """The images of batches of CIFAR-10, each of which holds what its name says."""
+    known = dict(zip(BATCHES[split], about.md5.get(split, ()), strict=False))
+    names = {md5: name for part, sums in about.md5.items() for name, md5 in zip(BATCHES[part], sums, strict=False)}
+    for path, (x, y) in batches.items():
+        md5, right = hashlib.md5(_records(Images(x, y)).tobytes()).hexdigest(), known.get(path.stem)
+        if right is not None and md5 != right:
+            what = (
+                f"it holds the images of {names[md5]}"
+                if md5 in names
+                else f"its {len(x):,} images and labels have another checksum, so it was changed or cut"
+            )
+            raise InputError(f"{path} is not {path.stem} of CIFAR-10 as published: {what}. Get {about.how}.")
+    x, y = (torch.cat([part[k] for part in batches.values()]) for k in (0, 1))
+    return Images(x, y, CIFAR10_CLASSES)
+
+
+def _require_one_part(about: ImageSet, folder: Path, paths: Sequence[Path]) -> None:
+    """Raise an `InputError` if images that are said to be one part of a set lie in folders of several."""
+    parts = {name for path in paths for name in path.relative_to(folder).parts[:-1]} & {"train", "test"}
+    if parts:
+        raise InputError(
+            f"{folder} holds images in folders {' and '.join(sorted(parts))}, which are not one part of a set: expected the images of "
+            f"{about.title} alone. Give the folder that holds these; get {about.how}."
+        )
 
 
 def _mat(path: Path) -> Images:
@@ -317,7 +381,7 @@ def _square(picture: Any, about: ImageSet) -> np.ndarray:
     return np.asarray(cut).transpose(2, 0, 1)
 
 
-def _fetched(about: ImageSet, split: str) -> tuple[Images, str]:
+def _fetched(about: ImageSet, split: str) -> _Found:
     """A split through Hugging Face."""
     if about.hub is None:
         raise InputError(
@@ -341,13 +405,14 @@ def _fetched(about: ImageSet, split: str) -> tuple[Images, str]:
             f"{about.name} could not be fetched from Hugging Face ({text}). Get {about.how}; then run: bilip data {about.name} "
             "--from FOLDER."
         ) from error
-    return Images(torch.from_numpy(out), y, about.classes), f"Hugging Face, {path}"
+    return _Found(Images(torch.from_numpy(out), y, about.classes), f"Hugging Face, {path}", f"Hugging Face, {path}")
 
 
 # ---- is it what it should be
 
 
-def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images:
+def _checked(about: ImageSet, split: str, found: _Found) -> Images:
+    images, source = found.images, found.place
     shape, count = tuple(images.x.shape[1:]), about.counts[split]
     if shape != (3, about.side, about.side):
         raise InputError(
@@ -356,24 +421,30 @@ def _checked(about: ImageSet, split: str, images: Images, source: str) -> Images
         )
     if not 0 < len(images) <= count:
         raise InputError(
-            f"{about.name}, {split}, from {source}: {len(images)} images, expected 1 to {count}: something else."
+            f"{about.name}, {split}, from {source}: {len(images)} images, expected 1 to {count}: something else. "
+            f"Get {about.how}."
+        )
+    if images.y is None and about.md5:
+        raise InputError(
+            f"{about.name}, {split}, from {source}: no labels; expected an array 'y' beside 'x' in an .npz file, or images in folders of "
+            f"their classes. Get {about.how}."
         )
     images = _numbered(about, images, source)
     classes = images.classes or about.classes
     if images.y is not None and classes and not 0 <= int(images.y.min()) <= int(images.y.max()) < len(classes):
         raise InputError(
             f"{about.name}, {split}, from {source}: labels {int(images.y.min())} to {int(images.y.max())}, expected 0 to "
-            f"{len(classes) - 1}."
+            f"{len(classes) - 1}. Get {about.how}."
         )
     if len(images) == count and _known(about, split, images) is False:
         raise InputError(
-            f"{about.name}, {split}, from {source}: as many images as the whole set, but their checksum is another one: a pixel, a label "
-            f"or the order was changed, or a file is there twice. Get {about.how}."
+            f"{about.name}, {split}, from {source}: as many images as the whole set, but the checksum is known, and theirs is another "
+            f"one, in whatever order: a pixel or a label was changed, or a file is there twice. Get {about.how}."
         )
     return Images(images.x, images.y, classes)
 
 
-def _numbered(about: ImageSet, images: Images, source: str) -> Images:
+def _numbered(about: ImageSet, images: Images, source: str | Path) -> Images:
     """The images with the set's own numbers of the classes: folders of some of the classes were numbered among themselves."""
     if images.y is None or images.classes is None or about.classes is None or images.classes == about.classes:
         return images
@@ -388,19 +459,39 @@ def _numbered(about: ImageSet, images: Images, source: str) -> Images:
 
 
 def _known(about: ImageSet, split: str, images: Images) -> bool | None:
-    """Whether every 10,000 images are those of a known file, each another one; `None` where no checksums are known."""
-    if split not in about.md5 or images.y is None:
+    """Whether these are the whole split in whatever order, or every 10,000 images those of a known file, each another one; `None` where
+    no checksums are known, as of a part that is no such files.
+    """
+    if split not in about.md5 or images.y is None or (len(images) % BATCH and len(images) != about.counts[split]):
         return None
-    records = torch.cat((images.y[:, None].to(torch.uint8), images.x.flatten(1)), 1).numpy()
+    records = _records(images)
     sums = [hashlib.md5(records[k : k + BATCH].tobytes()).hexdigest() for k in range(0, len(records), BATCH)]
-    return len(set(sums)) == len(sums) and set(sums) <= set(about.md5[split])
+    if len(set(sums)) == len(sums) and set(sums) <= set(about.md5[split]):
+        return True
+    each = sorted(hashlib.md5(record.tobytes()).digest() for record in records)
+    return hashlib.md5(b"".join(each)).hexdigest() == about.unordered.get(split)
+
+
+def _records(images: Images) -> np.ndarray:
+    """Label and pixels of each image, as in the binary files."""
+    y = torch.zeros(len(images)) if images.y is None else images.y
+    return torch.cat((y[:, None].to(torch.uint8), images.x.flatten(1)), 1).numpy()
+
+
+def _written_before(about: ImageSet, folder: Path) -> dict[str, Any]:
+    """What `set.json` says of splits that were prepared before and are still there."""
+    try:
+        splits = dict(json.loads((folder / "set.json").read_text())["splits"])
+    except (OSError, ValueError, LookupError, TypeError):  # not there, or damaged: it is written anew
+        return {}
+    return {split: splits[split] for split in about.counts if split in splits and (folder / f"{split}.npz").is_file()}
 
 
 def _write(folder: Path, split: str, images: Images) -> None:
     """An .npz file, whole or not at all."""
+    aside = folder / f".{split}.{os.getpid()}.npz"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".{split}.{os.getpid()}.npz"
         if images.y is None:
             np.savez(aside, x=images.x.numpy())
         else:
@@ -408,3 +499,6 @@ def _write(folder: Path, split: str, images: Images) -> None:
         os.replace(aside, folder / f"{split}.npz")
     except OSError as error:
         raise InputError(f"cannot write {folder} ({error.strerror}). Choose another --to.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()

@@ -23,6 +23,7 @@ from bilip.record.files import read_file
 __all__ = ["Images", "cifar10", "load_images", "load_plain"]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+BATCHES = {"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)}  # names of its files
 MOST_PICKLE = 2**31  # bytes of a file
 RECORD = 1 + 3 * 32 * 32  # one label, then the red, green and blue planes
 
@@ -76,23 +77,28 @@ def cifar10(folder: str | Path, *, split: str = "train") -> Images:
         raise InputError(f"cifar10(split={split!r}): expected 'train' or 'test'.")
     if not root.is_dir():
         raise InputError(f"cifar10: {root} is not a folder.")
-    names = [f"data_batch_{k}" for k in range(1, 6)] if split == "train" else ["test_batch"]
-    for suffix, read, below in ((".bin", _binary, "cifar-10-batches-bin"), ("", _pickled, "cifar-10-batches-py")):
-        for place in (root, root / below):
-            paths = [place / f"{name}{suffix}" for name in names if (place / f"{name}{suffix}").is_file()]
-            if paths:
-                parts = [read(path) for path in paths]
-                x, y = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-                return Images(x, y, CIFAR10_CLASSES)
+    if batches := cifar10_batches(root, split):
+        x, y = (torch.cat([part[k] for part in batches.values()]) for k in (0, 1))
+        return Images(x, y, CIFAR10_CLASSES)
     if (root / f"cifar10_{split}.npz").is_file():
         found = load_images(root / f"cifar10_{split}.npz")
         return Images(found.x, found.y, CIFAR10_CLASSES)
     if (root / split).is_dir():
         return load_images(root / split)
     raise InputError(
-        f"cifar10: {root} holds no {split} images in a form that is known: {names[0]}.bin, {names[0]}, "
+        f"cifar10: {root} holds no {split} images in a form that is known: {BATCHES[split][0]}.bin, {BATCHES[split][0]}, "
         f"cifar10_{split}.npz or {split}/<class>/*.png."
     )
+
+
+def cifar10_batches(root: Path, split: str) -> dict[Path, tuple[Tensor, Tensor]]:
+    """Pixels and labels of each binary or Python batch of a split that a folder holds."""
+    for suffix, read, below in ((".bin", _binary, "cifar-10-batches-bin"), ("", _pickled, "cifar-10-batches-py")):
+        for place in (root, root / below):
+            paths = [place / f"{name}{suffix}" for name in BATCHES[split] if (place / f"{name}{suffix}").is_file()]
+            if paths:
+                return {path: read(path) for path in paths}
+    return {}
 
 
 def load_images(path: str | Path) -> Images:
@@ -152,7 +158,7 @@ def _binary(path: Path) -> tuple[Tensor, Tensor]:
     if not len(raw) or len(raw) % RECORD:
         raise InputError(
             f"cifar10: {path} has {len(raw)} bytes, which is not a whole number of images of {RECORD} bytes: it is "
-            "truncated or foreign."
+            "truncated or foreign; get it again."
         )
     records = raw.reshape(-1, RECORD)
     return _checked(path, records[:, 1:].copy(), records[:, 0].astype(np.int64))
@@ -163,15 +169,21 @@ def _pickled(path: Path) -> tuple[Tensor, Tensor]:
     batch = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in content.items()}
     data, labels = batch.get("data"), batch.get("labels")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != RECORD - 1:
-        raise InputError(f"cifar10: {path} holds no array 'data' of bytes with shape (count, 3072).")
+        raise InputError(
+            f"cifar10: {path} holds no array 'data' of bytes with shape (count, 3072): it is no batch of CIFAR-10; get it again."
+        )
     if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(k, int) for k in labels):
-        raise InputError(f"cifar10: {path} holds no list 'labels' of {len(data)} numbers.")
+        raise InputError(
+            f"cifar10: {path} holds no list 'labels' of {len(data)} numbers: it is no batch of CIFAR-10; get it again."
+        )
     return _checked(path, data, np.array(labels, np.int64))
 
 
 def _checked(path: Path, data: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     if len(labels) and not 0 <= labels.min() <= labels.max() < 10:
-        raise InputError(f"cifar10: {path} holds labels {labels.min()} to {labels.max()}; expected 0 to 9.")
+        raise InputError(
+            f"cifar10: {path} holds labels {labels.min()} to {labels.max()}; expected 0 to 9: it is damaged or foreign; get it again."
+        )
     return torch.from_numpy(data.reshape(-1, 3, 32, 32)), torch.from_numpy(labels)
 
 
@@ -273,7 +285,9 @@ def load_plain(path: str | Path) -> dict[Any, Any]:
             raise pickle.UnpicklingError(f"it holds {type(content).__name__}, not a dictionary")
         return {key: value.resolve() if isinstance(value, _Array) else value for key, value in content.items()}
     except Exception as error:  # a broken pickle can raise almost anything
-        raise InputError(f"{path} cannot be read as a plain pickle: {error!s:.300}.") from error
+        raise InputError(
+            f"{path} cannot be read as a plain pickle ({error!s:.300}): it is truncated, damaged or something else; get it again."
+        ) from error
 
 
 def _require_modest(data: bytes) -> None:

@@ -141,7 +141,7 @@ class Cifar10Classifier(Recipe):
             evaluate_at=looks.steps,
             log_every=max(1, min(100, train.per_epoch // 4)),
         )
-        diverged = str(failure or "").partition(";")[0]
+        diverged = str(failure or "")
         if not work.main:
             return Measured({})
         numbers: dict[str, Any] = {

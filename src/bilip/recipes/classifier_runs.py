@@ -15,7 +15,8 @@ from bilip.recipes.recipe import Figures, Found, Line, Measured, Topic, short
 __all__ = ["GRID", "TABLE", "Run", "classifier_figures", "classifier_lines", "curve", "shown"]
 
 PART = re.compile(
-    r"(additive|affine)-(conv1x1|shuffle)-(none|guarded|nf|fd)([0-9.]+(?:e-?[0-9]+)?)?(-inverse)?(?:-every([0-9]+))?(?:-e([0-9]+))?"
+    r"(additive|affine)-(conv1x1|shuffle)-(none|guarded|nf|fd)([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)?(-inverse)?"
+    r"(?:-every([1-9][0-9]*))?(?:-e([1-9][0-9]*))?"
 )
 TABLE = ("affine-conv1x1", "additive-conv1x1", "affine-shuffle", "additive-shuffle")
 GRID = ("none", "fd1e-3", "fd1e-4", "fd5e-5", "nf1e-3", "nf1e-4", "nf1e-5")
@@ -48,7 +49,8 @@ class Run:
         match = PART.fullmatch(part)
         if match is None:
             raise InputError(
-                f"{part!r} names no run: expected, for example, {TABLE[0]}-none, -fd, -nf1e-4 or -fd-every5."
+                f"{part!r} names no run: expected, for example, {TABLE[0]}-none, -fd, -nf1e-4, -fd-every5 or -none-e10, "
+                "with 1 or more behind -every and -e."
             )
         coupling, mixing, kind, weight, inverse, every, epochs = match.groups()
         if (kind in ("none", "guarded") and (weight or inverse or every)) or (kind == "nf" and inverse):
@@ -143,7 +145,7 @@ def classifier_lines(found: Found, paper: Mapping[str, Any]) -> list[Line]:
             Line(
                 f"{shown(run)}{factor}, {epochs} epochs",
                 _text(row) if row else "",
-                "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"] for n in several),
+                "; ".join(_text(_ours(n)) if not n["diverged"] else n["diverged"].partition(";")[0] for n in several),
                 all(agree) if agree else None,
             )
         )

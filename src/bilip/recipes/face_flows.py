@@ -153,8 +153,11 @@ def load(config: Config, work: Work) -> tuple[Faces, dict[str, Any]]:
             f"--set test={config.test} batch={config.batch}: there are {len(every)} faces, expected as many as the test images and a batch."
         )
     count = len(every) - config.test
-    count = min(config.images or count, count)
-    train = shrunk(Images(every.x), count, config.side)
+    if config.images > count:
+        raise InputError(
+            f"--set images={config.images}: there are {count} faces beside the test images; expected so many at most, or 0 for all of them."
+        )
+    train = shrunk(Images(every.x), config.images or count, config.side)
     test = shrunk(Images(every.x[-config.test :]), config.test, config.side)
     require_batch(train, config)
     facts = {"images": len(train), "test_images": len(test), "of": IMAGE_SETS["celeba64"].counts["train"]}

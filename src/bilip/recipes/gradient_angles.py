@@ -79,7 +79,8 @@ class GradientAngles(Borrowed):
                 + (f", first NaN at epoch {when:.2g}" if when is not None else ", never NaN")
                 for (_, values), when in zip(several, lost, strict=True)
             ]
-            Topic(title, lines).add("mean angle (rad)", said[part], ours, rule)
+            what = "mean angle (rad), judged by NaN alone" if broken else "mean angle (rad)"
+            Topic(title, lines).add(what, said[part], ours, rule)
         return lines
 
     def figures(self, config: Config, found: Found) -> Figures:

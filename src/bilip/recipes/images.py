@@ -33,10 +33,15 @@ def shrunk(images: Images, count: int, side: int) -> Images:
 def cifar10_sets(config: Any, work: Work) -> tuple[dict[str, Images], dict[str, int]]:
     """Training and test images of CIFAR-10 at the sizes of a configuration, as `train` and `cifar10`, and how many there are."""
     wanted = {"train": ("train", config.images), "cifar10": ("test", config.test)}
-    sets = {
-        name: shrunk(image_set("cifar10", split, work.data), count, config.side)
-        for name, (split, count) in wanted.items()
-    }
+    sets = {}
+    for name, (split, count) in wanted.items():
+        images = image_set("cifar10", split, work.data)
+        if count > len(images):
+            key = "images" if split == "train" else "test"
+            raise InputError(
+                f"--set {key}={count}: there are {len(images)} {split} images; expected so many at most, or 0 for all of them."
+            )
+        sets[name] = shrunk(images, count, config.side)
     return sets, {"images": len(sets["train"]), "test_images": len(sets["cifar10"])}
 
 

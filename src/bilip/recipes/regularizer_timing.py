@@ -6,6 +6,7 @@ classifier what the training loop adds to bare captured steps. Images are noise:
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -184,6 +185,7 @@ def make(row: Row, config: Config, work: Work) -> tuple[Classifier, ImageBatches
 
 def through_the_loop(row: Row, config: Config, work: Work) -> dict[str, float]:
     """Milliseconds of a step of `train`, and the memory it takes."""
+    before = _forget(work)
     model, batches = make(row, config, work)
     clock: dict[int, float] = {}
 
@@ -192,7 +194,6 @@ def through_the_loop(row: Row, config: Config, work: Work) -> dict[str, float]:
             _wait(work)
             clock[done] = time.perf_counter()
 
-    _forget(work)
     penalties = () if row.penalty is None else (row.penalty(),)
     steps = config.warm + config.steps + 1  # the last one saves
     settings = Settings(steps, lr=1e-4, seed=work.seed, save_every=0, log_every=steps, device=work.device)
@@ -200,11 +201,12 @@ def through_the_loop(row: Row, config: Config, work: Work) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=work.folder) as folder:
         train(Task(model, batches, Classification(penalties)), settings, folder, progress=tick)
     elapsed = clock[config.warm + config.steps] - clock[config.warm]
-    return {"milliseconds": 1000 * elapsed / config.steps, **_memory(work)}
+    return {"milliseconds": 1000 * elapsed / config.steps, **_memory(work, before)}
 
 
 def bare(row: Row, config: Config, work: Work) -> dict[str, float]:
     """Milliseconds of a step that is nothing but a replay of its graph: gradients and update, always the same batch."""
+    before = _forget(work)
     model, batches = make(row, config, work)
     x, y = batches(Draw(work.seed, 0))
     model.train()(x)  # ActNorms start
@@ -216,7 +218,6 @@ def bare(row: Row, config: Config, work: Work) -> dict[str, float]:
         loss(model, 1, x, y)["loss"].backward()
         optimizer.step()
 
-    _forget(work)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -234,7 +235,7 @@ def bare(row: Row, config: Config, work: Work) -> dict[str, float]:
     for _ in range(config.steps):
         graph.replay()
     _wait(work)
-    return {"milliseconds": 1000 * (time.perf_counter() - began) / config.steps, **_memory(work)}
+    return {"milliseconds": 1000 * (time.perf_counter() - began) / config.steps, **_memory(work, before)}
 
 
 def _wait(work: Work) -> None:
@@ -242,14 +243,19 @@ def _wait(work: Work) -> None:
         torch.cuda.synchronize()
 
 
-def _forget(work: Work) -> None:
-    if work.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def _forget(work: Work) -> int:
+    """Leave what earlier rows took, begin a new peak, and say how many bytes of the device are taken all the same."""
+    if work.device != "cuda":
+        return 0
+    gc.collect()  # models and graphs hold each other
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
-def _memory(work: Work) -> dict[str, Any]:
-    return {"mib": torch.cuda.max_memory_allocated() / 2**20} if work.device == "cuda" else {}
+def _memory(work: Work, before: int) -> dict[str, Any]:
+    """The peak of a row above what was taken before it was built."""
+    return {"mib": (torch.cuda.max_memory_allocated() - before) / 2**20} if work.device == "cuda" else {}
 
 
 RECIPE = RegularizerTiming()

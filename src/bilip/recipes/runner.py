@@ -56,6 +56,8 @@ class Outcome:
         figures: Files.
         differences: In what the configuration differs from that of the size `paper`.
         seconds: Wall time of this call; parts that were measured before are not done again.
+        diverged: What is said of trainings that diverged and stands in no line in full: the step, what was not finite first, and the
+            last good checkpoint.
     """
 
     recipe: Recipe
@@ -65,6 +67,7 @@ class Outcome:
     figures: Sequence[Path]
     differences: Sequence[str]
     seconds: float
+    diverged: Sequence[str] = ()
 
 
 def names() -> list[str]:
@@ -202,9 +205,22 @@ def reproduce(
     latest = _open(folder, recipe)  # another size may have been finished in the meantime
     latest["runs"][size] = document["runs"][size]
     write_json(folder / "ours.json", latest)
-    return Outcome(
-        recipe, size, folder, lines, files, differences(config, recipe.sizes["paper"]), time.perf_counter() - began
-    )
+    other, seconds = differences(config, recipe.sizes["paper"]), time.perf_counter() - began
+    return Outcome(recipe, size, folder, lines, files, other, seconds, _diverged(found, lines))
+
+
+def _diverged(found: Found, lines: Sequence[Line]) -> list[str]:
+    """What is said of trainings that diverged, where no line says it in full."""
+    several = {
+        f"{part}, seed {seed}": measured.numbers.get("diverged")
+        for seed, parts in found.items()
+        for part, measured in parts.items()
+    }
+    return [
+        f"{which}: {why}"
+        for which, why in several.items()
+        if isinstance(why, str) and why and not any(why in line.ours for line in lines)
+    ]
 
 
 def _shown(recipe: Recipe, config: Any, found: Found, where: str) -> tuple[Figures, list[Line]]:
