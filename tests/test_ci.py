@@ -178,8 +178,9 @@ relative = 1e-12
     assert {s["name"]: s["role"] for s in record.sources} == {"held-out": "data", "scaled:3": "ood"}
     assert (record.settings["budget"], record.settings["time"]) == ("quick", 500)
     assert record.settings["thresholds"]["relative"] == 1e-12
-    more = ["--limit", "relative=0.1", "--ood", "", "--data", "other=../x.npy", "--require", "", "--time", "400"]
-    assert bilip_(*BARE, *more, "--out", "run.json")[0] == 0  # the command line wins
+    more = ["--limit", "relative=0.1", "--ood", "", "--data", "other=../x.npy", "--time", "400"]
+    gate = ["--require", "likelihood", "--not-measured", "pass"]
+    assert bilip_(*BARE, *more, *gate, "--out", "run.json")[0] == 0  # the command line wins
     record = AuditRecord.load("run.json")
     assert [s["name"] for s in record.sources] == ["other"]
     assert (record.settings["thresholds"]["relative"], record.settings["time"]) == (0.1, 400)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import torch
 
 import bilip
 from bilip import models
+from bilip.cli._ending import Stop
 from bilip.record import USES, AuditRecord
 from in_process import command_line
 
 TARGETS = """
 import os
+import signal
 import sys
 import torch
 from torch import nn
@@ -166,6 +169,75 @@ class Slow(Lossy):
 
 def slow():
     return bilip.Flow(bilip.Chain(Slow(), shape=(4,)))
+
+class Signals(Lossy):
+    calls = 0
+
+    def inverse(self, z, context=None):
+        self.calls += 1
+        if self.calls == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return z
+
+class Moves(Lossy):
+    def inverse(self, z, context=None):
+        elsewhere()
+        return z
+
+    def interval(self, *args):
+        elsewhere()
+        return super().interval(*args)
+
+def elsewhere():
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+def moves():
+    return bilip.Flow(bilip.Chain(Moves(), shape=(4,)))
+
+def moved():
+    elsewhere()
+    return additive()
+
+def moved_bare():
+    elsewhere()
+    return bare()
+
+def leaves_a_thread():
+    import threading, time
+    threading.Thread(target=time.sleep, args=(120,)).start()
+    return lossy()
+
+class Closes(Lossy):
+    def __init__(self, close):
+        super().__init__()
+        self.close, self.calls = close, 0
+
+    def forward(self, x, context=None):
+        self.calls += 1
+        if self.calls == 3:
+            self.close()
+        return x
+
+def closes(close):
+    return bilip.Flow(bilip.Chain(Closes(close), shape=(4,)))
+
+def closes_stdout():
+    return closes(lambda: sys.stdout.close())
+
+def closes_both():
+    return closes(lambda: (os.close(1), os.close(2)))
+
+def without_stdout():
+    return closes(lambda: setattr(sys, "stdout", None))
+
+def bounds_without_stdout():
+    sys.stdout.close()
+    return bare()
+
+def signals():
+    return bilip.Flow(bilip.Chain(Signals(), shape=(4,)))
 """
 
 
@@ -189,6 +261,7 @@ def made(tmp_path_factory):
     whole = (path / "x.npy").read_bytes()
     (path / "cut.npy").write_bytes(whole[: len(whole) // 2])
     (path / "words.txt").write_text("no numbers")
+    (path / "link.npy").symlink_to("x.npy")
     record = bilip.audit(models.real_nvp(4, blocks=1), torch.from_numpy(x), budget="quick", probes=["reconstruction"])
     text = record.to_json()
     (path / "good.json").write_text(text)
@@ -274,6 +347,8 @@ BAD = [
     ("budget", instead("quick", "huge"), "'quick', 'standard', 'thorough'"),
     ("probe", [*AUDIT, "--probes", "telepathy"], "unknown probe 'telepathy'"),
     ("use", [*QUICK, "--require", "cooking"], "--require cooking: expected inversion, sampling, likelihood"),
+    ("no use", [*QUICK, "--require", ""], "--require names no use: expected some of inversion, sampling"),
+    ("no use but a comma", [*QUICK, "--require", " , "], "--require names no use"),
     ("ood", [*QUICK, "--ood", "test"], "neither the name of a source (x) nor a kind of noise"),
     ("ood factor", [*QUICK, "--ood", "uniform:-1"], "positive factor"),
     ("device", [*QUICK, "--device", "moon"], "--device moon"),
@@ -297,6 +372,35 @@ BAD = [
     ("bounds: global", ["bounds", "cli_targets:affine"], "no Lipschitz constant that holds on all of space"),
     ("bounds: box", ["bounds", "cli_targets:affine", "--box", "4", "-4"], "Swap the two"),
     ("bounds: formula", ["bounds", "cli_targets:affine", "--formula", "best"], "'sharp', 'paper'"),
+    ("out is data", [*QUICK, "--out", "x.npy"], "--out x.npy would overwrite "),
+    ("out is data by a link", [*QUICK, "--html", "link.npy"], "--html link.npy would overwrite "),
+    (
+        "out is the model",
+        instead("cli_targets:additive", "saved", [*QUICK, "--out", "saved/config.json"]),
+        "would overwrite saved",
+    ),
+    (
+        "out is the module",
+        [*QUICK, "--junit", "cli_targets.py"],
+        "--junit cli_targets.py would overwrite cli_targets.py",
+    ),
+    ("one file for two", [*QUICK, "--out", "r.x", "--junit", "./r.x"], "--junit r.x would overwrite --out r.x"),
+    (
+        "report: record is html",
+        ["report", "good.json", "--html", "good.json"],
+        "--html good.json would overwrite good.json",
+    ),
+    (
+        "report: two",
+        ["report", "good.json", "--html", "q.x", "--junit", "q.x"],
+        "--junit q.x would overwrite --html q.x",
+    ),
+    ("bounds: model", ["bounds", "saved", "--out", "saved/model.safetensors"], "would overwrite saved"),
+    (
+        "page: claims",
+        ["reproduce", "--page", "--results", ".", "--out", "claims.json"],
+        "--out claims.json would overwrite claims.json",
+    ),
     ("bounds: out", ["bounds", "cli_targets:bare", "--out", "nowhere/b.json"], "cannot write nowhere/b.json"),
 ]
 
@@ -306,9 +410,10 @@ def test_bad_input_is_one_line_and_exit_code_two(bilip_, folder, args, says):
     if args[0] == "audit":
         args = [*args, *(["--out", "left.json"] if "--out" not in args else [])]
         args = [*args, *(["--html", "left.html"] if "--html" not in args else [])]
-    before = sorted(os.listdir(folder))
+    before, x = sorted(os.listdir(folder)), (folder / "x.npy").read_bytes()
     code, out, err = bilip_(*args)
     assert code == 2, err
+    assert (folder / "x.npy").read_bytes() == x
     assert err.startswith("bilip: ")
     assert says in err
     assert err.endswith("\n")
@@ -342,6 +447,33 @@ def test_no_model_leaves_the_gate_with_exit_code_0(made, target, code):
     assert "SystemExit: 0" in result.stderr
 
 
+@pytest.mark.parametrize(("required", "code"), [("likelihood", 0), ("inversion", 1)])
+@pytest.mark.process
+def test_a_thread_that_a_model_leaves_does_not_hang_the_gate(made, required, code):
+    args = of("leaves_a_thread")
+    run = subprocess.run([*COMMAND, *args, "--require", required], cwd=made, capture_output=True, text=True, timeout=60)
+    assert run.returncode == code, run.stderr
+    assert "likelihood" in run.stdout
+
+
+@pytest.mark.parametrize("target", ["closes_stdout", "closes_both", "without_stdout"])
+@pytest.mark.process
+def test_a_model_that_closes_its_streams_is_judged_like_any_other(made, tmp_path, target):
+    files = [tmp_path / name for name in ("r.json", "r.html", "r.xml")]
+    outputs = [str(part) for pair in zip(("--out", "--html", "--junit"), files, strict=True) for part in pair]
+    run = process(*of(target), *outputs, "--require", "inversion", cwd=made)
+    assert (run.returncode, run.stderr) == (1, "bilip: required, but inversion is unsafe\n")
+    assert "likelihood" in run.stdout
+    assert all(file.exists() for file in files)
+
+
+@pytest.mark.process
+def test_bounds_of_a_model_that_closes_standard_output(made):
+    run = process("bounds", "cli_targets:bounds_without_stdout", cwd=made)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "AdditiveCoupling" in run.stdout
+
+
 def test_an_output_that_fails_at_the_end_leaves_nothing_half_written(bilip_, folder, monkeypatch):
     """A disk that is full at the last moment: the record stands or stands not."""
     replace = os.replace
@@ -354,7 +486,7 @@ def test_an_output_that_fails_at_the_end_leaves_nothing_half_written(bilip_, fol
     monkeypatch.setattr(os, "replace", full)
     code, _, err = bilip_(*QUICK, "--out", "late.json", "--html", "late.html")
     assert code == 2
-    assert err == "bilip: cannot write late.html (No space left on device).\n"
+    assert err == f"bilip: cannot write {folder / 'late.html'} (No space left on device).\n"
     assert AuditRecord.load("late.json").find("reconstruction")
     assert [name for name in os.listdir(folder) if "late" in name] == ["late.json"]
     (folder / "late.json").unlink()
@@ -384,6 +516,32 @@ def test_an_audit_writes_record_and_page(bilip_, folder):
     assert out.startswith("## cli")
 
 
+@pytest.mark.parametrize("target", ["moves", "moved"])
+@pytest.mark.parametrize("data", ["x.npy", "pair.npz"])
+def test_a_model_that_leaves_the_working_folder_loses_nothing(bilip_, folder, tmp_path, monkeypatch, target, data):
+    """Here for one that is removed."""
+    for name in ("x.npy", "cli_targets.py"):
+        shutil.copy(folder / name, tmp_path)
+    np.savez_compressed(tmp_path / "pair.npz", x=np.load("x.npy"))
+    monkeypatch.chdir(tmp_path)
+    args = instead("x.npy", data, of(target))
+    files = ["--out", "r.json", "--html", "./r.html", "--junit", "r.xml", "--summary", "r.md"]
+    code, out, err = bilip_(*args, *files)
+    assert (code, err) == (0, "")
+    assert "wrote r.json" in out
+    assert {"r.json", "r.html", "r.xml", "r.md"} < set(os.listdir(tmp_path))
+
+
+def test_bounds_and_cures_of_such_a_model(bilip_, folder):
+    os.chdir(folder)
+    assert bilip_("bounds", "cli_targets:moved_bare", "--out", "moved.json")[0] == 0
+    assert (folder / "moved.json").exists()
+    os.chdir(folder)
+    args = ["--data", "x.npy", "--train", "x.npy", "--ood", "", "--uses", "inversion", "--out", "moved"]
+    assert bilip_("cure", "cli_targets:moved", *args)[0] == 0
+    assert (folder / "moved" / "cure.json").exists()
+
+
 def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
     (folder / "lr=0.1").mkdir(exist_ok=True)
     np.save(folder / "lr=0.1" / "y.npy", np.ones((3, 4), np.float32))
@@ -406,7 +564,8 @@ def test_a_path_with_an_equals_sign_is_a_path(bilip_, folder):
     ],
 )
 def test_the_gate(bilip_, folder, target, required, code, says):
-    found, _, err = bilip_(*of(target, SAMPLED), "--require", required, "--out", "g.json")
+    gate = ["--require", required] if required else []
+    found, _, err = bilip_(*of(target, SAMPLED), *gate, "--out", "g.json")
     assert (found, err) == (code, says)
     assert set(AuditRecord.load(folder / "g.json").verdicts) == set(USES)
 
@@ -443,29 +602,74 @@ def test_ctrl_c_before_anything_was_measured(bilip_, monkeypatch, folder):
 )
 def test_a_model_that_ends_the_program_never_passes_the_gate(bilip_, folder, target, required, code):
     probes = ["--probes", "consistency,reconstruction,log_det"]
-    found, _, err = bilip_(*of(target, AUDIT), *probes, "--require", required, "--out", "ended.json")
+    gate = ["--require", required] if required else []
+    found, _, err = bilip_(*of(target, AUDIT), *probes, *gate, "--out", "ended.json")
     assert found == code, err
     assert AuditRecord.load(folder / "ended.json").verdicts["likelihood"].status != "safe"
     (folder / "ended.json").unlink()
 
 
-def test_sigterm_leaves_what_was_measured(made):
-    """Also where the model swallows the interrupt."""
+def signalled(made, target, *signals, probes="reconstruction,sampling,log_det"):
+    """Audit in a process that gets signals 50 ms apart once its model has begun; its exit code, stderr and record."""
     for name in ("slow.txt", "term.json"):
         (made / name).unlink(missing_ok=True)
-    args = of("slow", AUDIT)
-    command = [*COMMAND, *args, "--probes", "reconstruction,sampling,log_det", "--out", "term.json"]
-    process = subprocess.Popen(command, cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*COMMAND, *of(target, AUDIT), "--probes", probes, "--out", "term.json"]
+    # where tests run in the background, Ctrl-C may be ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     end = time.monotonic() + 120
     while not (made / "slow.txt").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    for each in signals:
+        process.send_signal(each)
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    assert err == "bilip: stopped\n"
-    record = AuditRecord.load(made / "term.json")
+    return process.returncode, err, AuditRecord.load(made / "term.json")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.process
+def test_a_signal_leaves_what_was_measured(made, sent, code):
+    """Also where the model swallows the interrupt."""
+    found, err, record = signalled(made, "slow", sent)
+    assert (found, err) == (code, "bilip: stopped\n")
     assert record.settings["stopped"] is True
     assert any(m.reason == "the audit was stopped before" for m in record.measurements)
+
+
+def test_a_second_signal_loses_nothing(bilip_, folder, monkeypatch):
+    """Here it comes while verdicts are found of what was measured until the first."""
+    found = sys.modules["bilip.auditing.audit"].judge
+
+    def judge(*given):
+        signal.raise_signal(signal.SIGINT)
+        return found(*given)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(sys.modules["bilip.auditing.audit"], "judge", judge)
+    try:
+        code, _, err = bilip_(*of("signals", AUDIT), "--probes", "reconstruction,sampling", "--out", "twice.json")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (code, err) == (143, "bilip: stopped\n")
+    assert AuditRecord.load(folder / "twice.json").settings["stopped"] is True
+
+
+def test_a_third_signal_may_end_the_program(monkeypatch):
+    killed = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append(number))
+    with Stop(keeps=True) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert not killed
+        signal.raise_signal(signal.SIGTERM)
+        assert killed == [signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
 
 
 @pytest.mark.process
@@ -517,6 +721,13 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_has_a_code_of_its_own(bili
         err
         == "bilip: ZeroDivisionError: deep inside [31m. Nobody foresaw this: --traceback shows where it comes from\n"
     )
+
+
+def test_no_memory_is_no_fault_of_bilip(bilip_, monkeypatch):
+    monkeypatch.setattr(AuditRecord, "load", lambda _: torch.empty(2**60, dtype=torch.uint8))
+    code, _, err = bilip_("report", "good.json")
+    assert code == 2
+    assert err.startswith("bilip: out of memory (")
 
 
 @pytest.mark.parametrize("missing", ["plotly", "jinja2"])

@@ -522,6 +522,43 @@ def test_bad_input_is_one_line_and_code_2(run, args, said):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("out", "said"), [("broken", "--out broken is the model"), ("other", "it holds config.json")])
+def test_no_cure_is_written_over_a_model(run, out, said):
+    models.save(bilip_flow(), "other")
+    held = {path: path.read_bytes() for path in sorted(Path(out).iterdir())}
+    code, _, err = run("cure", "broken", "--data", "x.npy", "--ood", "", "--out", out, "--rungs", "re-range")
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+    assert {path: path.read_bytes() for path in sorted(Path(out).iterdir())} == held
+
+
+def test_an_earlier_cure_that_is_read_is_not_overwritten(run):
+    Path("cured").mkdir()
+    np.save("cured/x.npy", np.load("x.npy"))
+    Path("cured/cure.json").write_text("{}")
+    Path("cured/x.npy").rename("cured/before.json")
+    code, _, err = run("cure", "broken", "--data", "cured/before.json", "--out", "cured")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--out cured/before.json would overwrite" in err
+
+
+def test_a_cure_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    inverted(bilip_flow(-0.3), rungs=["settings"]).save(tmp_path)
+    held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = inverted(bilip_flow(-12.0), rungs=["settings"])
+
+    def full(*_):
+        raise InputError("No space left on device")
+
+    monkeypatch.setattr("bilip.cures.result.write_json", full)
+    with pytest.raises(InputError, match="No space"):
+        result.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
+    monkeypatch.undo()
+    result.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before.json", "cure.json"]
+
+
 @pytest.mark.usefixtures("own_rungs")
 def test_ctrl_c_leaves_the_best_so_far(run):
     class Endless(Rung):

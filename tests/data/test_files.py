@@ -1,3 +1,4 @@
+import os
 import pickle
 import subprocess
 import sys
@@ -51,6 +52,46 @@ def test_files_give_what_was_written(tmp_path, form):
         context = source.read(30, 40).context
         assert context is not None
         assert np.array_equal(context.numpy(), C[30:40])
+
+
+@pytest.mark.parametrize("form", ["npz", "pictures"])
+def test_a_file_is_found_after_the_working_folder_has_changed(tmp_path, monkeypatch, form):
+    path = write(tmp_path, "npz") if form == "npz" else tmp_path / form
+    photo(tmp_path / "pictures" / "0.png")
+    monkeypatch.chdir(tmp_path)
+    source = as_source("test", path.name)
+    monkeypatch.chdir("/")
+    assert len(source.read(0, 1)) == 1
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "pt", "safetensors"])
+def test_a_file_that_is_changed_while_it_is_read(tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    torch.save(torch.from_numpy(X), path) if kind == "pt" else saved(path, x=X)
+    source, shuffled = as_source("test", path), as_source("test", path).shuffled()
+    first = source.read(0, 5).x
+    whole = path.read_bytes()
+    with path.open("r+b") as file:  # in place
+        file.seek(len(whole) // 4)
+        file.write(b"\xff" * (len(whole) // 2))
+    os.utime(path, ns=(0, 0))  # clocks of file systems are slow
+    for each in (source, shuffled):
+        with pytest.raises(InputError, match=f"x.{kind} was changed while it was read: wait"):
+            each.read(5, 10)
+    os.truncate(path, 100)
+    with pytest.raises(InputError, match="was changed while it was read"):
+        source.read(5, 10)
+    assert np.array_equal(first.numpy(), X[:5])  # what was read before is a copy
+
+
+@pytest.mark.parametrize("kind", ["npy", "pt", "safetensors"])
+def test_a_file_that_is_replaced_is_read_to_its_end(tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    torch.save(torch.from_numpy(X), path) if kind == "pt" else saved(path, x=X)
+    source = as_source("test", path)
+    (tmp_path / "other").write_bytes(b"something else")
+    (tmp_path / "other").replace(path)
+    assert np.array_equal(source.read(40, 50).x.numpy(), X[40:])
 
 
 def test_two_passes_at_once(tmp_path):
@@ -195,6 +236,16 @@ def test_a_shape_by_columns_that_is_longer_than_the_file(tmp_path):
     path = write(tmp_path, "fortran")
     path.write_bytes(with_header(path.read_bytes(), "(50, 3)", "(7, 3000)"))
     one_line(path, "has 84,000 bytes, the file has 600 for it")
+
+
+@pytest.mark.parametrize("name", ["x", "context"])
+def test_a_tensor_that_repeats_a_few_numbers_for_ever(tmp_path, name):
+    few, path = torch.randn(1, 4).expand(10**12, 4), tmp_path / "x.pt"
+    torch.save({"x": torch.zeros(3, 4), "context": torch.zeros(3, 1)} | {name: few}, path)
+    with pytest.raises(InputError, match=f"tensor '{name}'.* holds 4 numbers, which are repeated by expand"):
+        as_source("test", path)
+    torch.save(torch.zeros(8, 4).T[:, ::2], path)  # views hold what their shape says
+    assert as_source("test", path).count == 4
 
 
 def test_an_encrypted_archive(tmp_path):

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
 __all__ = ["main"]
 
+PATIENCE = 1.0  # seconds that threads get to end by themselves
+
 
 def main() -> None:
     """Run the command line; an error is one line, with the exit codes that `docs/cli.md` lists."""
+    before = threading.enumerate()
+    try:
+        _run()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else int(end.code is not None), before)
+        raise
+
+
+def _run() -> None:
     # In ASCII, or a code page, what there is no letter for is replaced.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -30,6 +45,19 @@ def main() -> None:
         end("stopped", 130)
     finally:
         warnings.showwarning = shown
+
+
+def _leave(code: int, before: list[threading.Thread]) -> None:
+    """End the program here if a thread that a model started would go on for ever: Python waits for all that are no daemons."""
+    until = time.monotonic() + PATIENCE
+    left = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    for thread in left:
+        thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in left):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, or nobody reads on
+                stream.flush()
+        os._exit(code)
 
 
 def _note(message: Warning | str, *_: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bilip.errors import BilipError, InputError, need, said_by
+from bilip.record.files import is_open_file
 
 if TYPE_CHECKING:
     from bilip.adapters import Adapted
@@ -94,7 +96,7 @@ def listed(text: str) -> list[str]:
 
 
 def named_files(entries: list[str]) -> dict[str, str]:
-    """Files of `--data` by name: `NAME=FILE`, or a file that is called by its stem."""
+    """Files of `--data` by name: `NAME=FILE`, or a file that is called by its stem; each where it lies now."""
     found: dict[str, str] = {}
     for entry in entries:
         name, equals, path = entry.partition("=")
@@ -102,8 +104,13 @@ def named_files(entries: list[str]) -> dict[str, str]:
             name, path = Path(entry).stem or "data", entry
         if name in found:
             raise InputError(f"--data: two sources are called {name!r}. Give each a name, as in --data other={path}.")
-        found[name] = path
+        found[name] = lying(path)
     return found
+
+
+def lying(path: str) -> str:
+    """A file by its absolute path: a model may change the working folder. What is no file there stays as it is."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
 
 
 def require_page(path: Path | None) -> None:
@@ -125,3 +132,44 @@ def require_writable(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: {why}.")
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise InputError(f"cannot write {path}: no permission.")
+
+
+def require_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path]) -> None:
+    """Refuse files that cannot be written, that are read as well, or that are written twice: before a long audit, not after it.
+
+    Args:
+        outputs: Files by the option that names them.
+        inputs: Files and folders that the verb reads.
+    """
+    for path in outputs.values():
+        require_writable(path)
+    require_apart(outputs, inputs)
+
+
+def require_apart(outputs: Mapping[str, Path | None], inputs: Iterable[str | Path]) -> None:
+    """Refuse outputs that would overwrite what is read, or one another; a pipe or a device may be named twice."""
+    taken = [(str(path), Path(path)) for path in inputs]
+    for option, path in outputs.items():
+        if path is None or is_open_file(path) or (path.exists() and not path.is_file()):
+            continue
+        for name, other in taken:
+            if _overwrites(path, other):
+                raise InputError(f"{option} {path} would overwrite {name}: name another file.")
+        taken.append((f"{option} {path}", path))
+
+
+def read_for(target: str) -> list[Path]:
+    """The files that a model comes from, as far as its name tells: a folder, or a module below the current folder."""
+    if Path(target).is_dir():
+        return [Path(target)]
+    module = Path(*target.partition(":")[0].split("."))
+    return [path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()]
+
+
+def _overwrites(path: Path, read: Path) -> bool:
+    """Whether writing a file changes what is read: the same file, also through links, or a part of a folder of images or weights."""
+    if path.exists() and read.is_dir():
+        part = path.suffix.lower() in (".png", ".jpg", ".jpeg", ".safetensors") or path.name == "config.json"
+        return part and Path(os.path.realpath(read)) in Path(os.path.realpath(path)).parents
+    same = os.path.realpath(path) == os.path.realpath(read)
+    return same or (path.exists() and read.exists() and path.samefile(read))

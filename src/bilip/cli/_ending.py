@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from signal import SIGTERM, signal
+from signal import SIG_DFL, SIG_IGN, SIGINT, SIGTERM, getsignal, signal
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 
 from bilip.errors import BilipError, Stopped, said_by
 
-__all__ = ["Stop", "end", "last_words", "with_exit_codes"]
+__all__ = ["Stop", "Streams", "end", "last_words", "with_exit_codes"]
 
 FAULT = 3
 AGAIN = 75
@@ -35,18 +37,22 @@ def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def guarded(**given: Any) -> None:
-        shown = given.pop("traceback")
+        shown, streams = given.pop("traceback"), Streams()
         try:
-            with Stop():
+            with Stop() as stop:
                 verb(**given)
+                stop.check()
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except BaseException as error:
             if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
                 raise  # rich leaves so where nobody reads on, as after `| head`
+            streams.restore()
             if shown:
                 traceback.print_exception(error)
             end(*last_words(error))
+        finally:
+            streams.close()
 
     guarded.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])  # type: ignore[attr-defined]
     guarded.__annotations__ = {**verb.__annotations__, "traceback": bool}
@@ -69,7 +75,8 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return f"the model ended the program ({said_by(error)}). Remove the call of sys.exit", 2
     if isinstance(error, RecursionError):
         return f"the model, or a file, is nested too deeply, or in itself ({said_by(error)})", 2
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    no_room = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # as torch says it on a CPU
+    if no_room or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({str(error) or type(error).__name__})", 2
     return f"{said_by(error)}. Nobody foresaw this: --traceback shows where it comes from", FAULT
 
@@ -81,41 +88,91 @@ def end(text: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+class Streams:
+    """Standard output and standard error as they are now, to be restored after a model that closes them."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, TextIO, int, int]] = []
+        for name in ("stdout", "stderr"):
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # there is none, or it leads to no file
+                number = getattr(sys, name).fileno()
+                self._kept.append((name, getattr(sys, name), number, os.dup(number)))
+
+    def restore(self) -> None:
+        """Open again what was closed."""
+        for name, before, number, kept in self._kept:
+            try:
+                there = os.path.sameopenfile(number, kept)
+            except OSError:
+                there = False
+            if not there:
+                os.dup2(kept, number)
+            now = getattr(sys, name)
+            if now is None or now.closed:
+                again = open(os.dup(kept), "w", encoding=before.encoding, errors=before.errors)  # noqa: SIM115
+                setattr(sys, name, again)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what is kept."""
+        for *_, kept in self._kept:
+            os.close(kept)
+        self._kept = []
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which is answered like Ctrl-C."""
 
 
 class Stop:
-    """While it is open, SIGTERM interrupts like Ctrl-C; a model that swallows the interrupt meets it again in `check`.
+    """While it is open, Ctrl-C and SIGTERM interrupt; a model that swallows the interrupt meets it again in `check`.
 
     Outside of the main thread, where Python delivers no signals, it does nothing.
 
+    Args:
+        keeps: Whether what was done until the first signal is kept. A second one is then only noted, so that it does not lose that, and
+            a third ends the program.
+
     Attributes:
-        asked: Whether there was a SIGTERM.
-        late: Set to only note a SIGTERM, while results are written.
+        asked: What the first signal raises; `None` before.
+        late: Set to only note signals, while results are written.
+        patient: Set to note every later signal, as one of several processes that wait for one another.
     """
 
-    def __init__(self) -> None:
-        self.asked = self.late = False
+    def __init__(self, *, keeps: bool = False) -> None:
+        self.keeps, self.late, self.patient = keeps, False, False
+        self.asked: type[KeyboardInterrupt] | None = None
+        self._count = 0
 
     def check(self) -> None:
-        """Raise if there was a SIGTERM."""
-        if self.asked:
-            raise Terminated
+        """Raise if there was a signal."""
+        if self.asked is not None:
+            raise self.asked
 
     def __enter__(self) -> Stop:
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal(SIGTERM, self._note)
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            # a process in the background may have to ignore Ctrl-C, which was typed for another
+            taken = (SIGTERM,) if getsignal(SIGINT) is SIG_IGN else (SIGTERM, SIGINT)
+            self._before = {number: signal(number, self._note) for number in taken}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._main:
-            signal(SIGTERM, self._before)
+        for number, before in self._before.items():
+            signal(number, SIG_DFL if before is None else before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self.late:
-            raise Terminated
+        kind, first = Terminated if number == SIGTERM else KeyboardInterrupt, self.asked is None
+        self.asked, self._count = self.asked or kind, self._count + 1
+        if not self.late and (first or not self.keeps):
+            raise kind
+        if self._count > 2 and not self.patient:
+            signal(number, SIG_DFL)
+            os.kill(os.getpid(), number)

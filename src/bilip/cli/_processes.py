@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 
 import typer
 
@@ -79,21 +77,21 @@ def processes(stop: Stop) -> Iterator[Processes]:
         ) from error
     # Only small results travel. Whoever is done waits as long as the others need.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=30))
-    with _once(stop):
-        try:
-            yield here
-        except BaseException as error:
-            if isinstance(error, typer.Exit):
-                raise
-            text, code = last_words(error)
-            with contextlib.suppress(RuntimeError):  # the process that kept the store is no more
-                store.set(f"bilip/said/{here.rank}", text)
-            if here.first or not _said_by_the_first(store):
-                raise
-            raise typer.Exit(code) from None
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    stop.patient = True
+    try:
+        yield here
+    except BaseException as error:
+        if isinstance(error, typer.Exit):
+            raise
+        text, code = last_words(error)
+        with contextlib.suppress(RuntimeError):  # the process that kept the store is no more
+            store.set(f"bilip/said/{here.rank}", text)
+        if here.first or not _said_by_the_first(store):
+            raise
+        raise typer.Exit(code) from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _said_by_the_first(store) -> bool:  # type: ignore[no-untyped-def]
@@ -107,17 +105,3 @@ def _said_by_the_first(store) -> bool:  # type: ignore[no-untyped-def]
     except RuntimeError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _once(stop: Stop) -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if not stop.late:
-            stop.late = True
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from bilip._progress import bar
-from bilip.cli._arguments import listed, named_files, require_page, require_writable
-from bilip.cli._ending import Stop
+from bilip.cli._arguments import listed, named_files, read_for, require_outputs, require_page
+from bilip.cli._ending import Stop, Streams
 from bilip.cli._processes import Processes, processes
 from bilip.errors import InputError, nearest
 
@@ -84,7 +84,8 @@ def audit(
 
     project = find_project()
     required = list(project.require) if require is None else listed(require)
-    _require_uses(required, None if require is not None else project.path)
+    if require is not None or required:
+        _require_uses(required, None if require is not None else project.path)
     not_measured = not_measured or project.not_measured or "fail"
     if not_measured not in ("fail", "pass"):
         raise InputError(f"--not-measured {not_measured}: expected fail or pass.")
@@ -94,24 +95,26 @@ def audit(
         )
     limits = {**project.limits, **_limits(limit or [])}
     written = _Written(out, html, junit, summary or _summary_of_github())
+    sources = named_files(data) if data else dict(project.sources)
     if Processes.started().first:
-        written.require_writable()
+        written.require([*sources.values(), *read_for(target), *([project.path] if project.path else [])])
 
     import bilip
     from bilip.auditing.audit import staying
     from bilip.cli._arguments import load_model
 
     thresholds = bilip.Thresholds(**limits)
-    sources = named_files(data) if data else dict(project.sources)
     noise = project.ood if ood is None else listed(ood)
-    with Stop() as stop, staying(), processes(stop) as here:
+    with Stop(keeps=True) as stop, staying(), processes(stop) as here, Streams() as streams:
         model = load_model(target, device)
         with bar(quiet=not here.first) as running:
             task = running.add_task("auditing", total=1.0)
 
             def show(text: str, share: float) -> None:
-                if share < 1:  # else all is measured, and is written first
+                if share < 1:
                     stop.check()
+                elif text == "done":  # all is measured, and is written first
+                    stop.late = True
                 running.update(task, description=text, completed=share)
 
             record = bilip.audit(
@@ -131,6 +134,7 @@ def audit(
                 progress=show,
             )
             stop.late = True
+        streams.restore()
         if here.first:
             written.write(record, required, not_measured, project.path)
         stop.check()
@@ -142,16 +146,18 @@ def audit(
 
 @dataclass(frozen=True)
 class _Written:
-    """The files that an audit leaves."""
+    """The files that an audit leaves, below the folder in which it began: a model may change the working folder, or remove it."""
 
     out: Path | None
     html: Path | None
     junit: Path | None
     summary: Path | None
+    folder: Path = field(default_factory=Path.cwd)
 
-    def require_writable(self) -> None:
-        for path in (self.out, self.html, self.junit, self.summary):
-            require_writable(path)
+    def require(self, read: list[str | Path]) -> None:
+        """Refuse what cannot be written, or is read."""
+        files = {"--out": self.out, "--html": self.html, "--junit": self.junit, "--summary": self.summary}
+        require_outputs(files, read)
         require_page(self.html)
 
     def write(self, record: AuditRecord, required: list[str], not_measured: str, project: Path | None) -> None:
@@ -160,23 +166,28 @@ class _Written:
         from bilip.record import write_aside
 
         if self.out is not None:  # first of all: what was measured must not be lost
-            record.save(self.out)
+            record.save(self._at(self.out))
         report.print_terminal(record)
         shown = Console(highlight=False, soft_wrap=True)
         if self.out is not None:
             shown.print(f"wrote {self.out}", markup=False)
         if self.junit is not None:
-            write_aside(self.junit, report.to_junit(record, require=required, not_measured=not_measured))
+            write_aside(self._at(self.junit), report.to_junit(record, require=required, not_measured=not_measured))
             shown.print(f"wrote {self.junit}", markup=False)
         if self.summary is not None:
-            with self.summary.open("a", encoding="utf-8") as file:
+            with self._at(self.summary).open("a", encoding="utf-8") as file:
                 file.write(report.to_markdown(record) + "\n")
             shown.print(f"added to {self.summary}", markup=False)
         if self.html is not None:
-            report.write_html(record, self.html)
+            report.write_html(record, self._at(self.html))
             shown.print(f"wrote {self.html}", markup=False)
         if project is not None:
             shown.print(f"settings of {project} [tool.bilip]", markup=False)
+
+    def _at(self, path: Path) -> Path:
+        found = self.folder / path
+        found.parent.mkdir(parents=True, exist_ok=True)  # it was there before
+        return found
 
 
 def _summary_of_github() -> Path | None:
@@ -200,6 +211,8 @@ def _require_safe(record: AuditRecord, required: list[str], not_measured: str) -
 def _require_uses(required: list[str], path: Path | None) -> None:
     from bilip.record import USES
 
+    if path is None and not required:
+        raise InputError(f"--require names no use: expected some of {', '.join(USES)}, or leave it out.")
     where = "--require" if path is None else f"{path}: [tool.bilip] require:"
     for use in required:
         if use not in USES:

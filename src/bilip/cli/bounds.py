@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bilip.cli._ending import Streams
+
 __all__ = ["bounds"]
 
 
@@ -29,14 +31,17 @@ def bounds(
     Without a box the bounds hold everywhere; a model without a global bound then ends in an error that says so.
     """
     from bilip.bounds import Box
-    from bilip.cli._arguments import load_model, require_writable
+    from bilip.cli._arguments import load_model, read_for, require_outputs
 
-    require_writable(out)
-    model = load_model(target).bijection
-    domain = None if box is None else Box(*box)
-    start = None if latent is None else Box(*latent)
-    with Console(stderr=True).status("proving bounds ..."):
-        bound = model.bounds(domain, latent=start, formula=formula)
+    require_outputs({"--out": out}, read_for(target))
+    path = out and out.absolute()  # a model may change the working folder
+    with Streams() as streams:
+        model = load_model(target).bijection
+        domain = None if box is None else Box(*box)
+        start = None if latent is None else Box(*latent)
+        with Console(stderr=True).status("proving bounds ..."):
+            bound = model.bounds(domain, latent=start, formula=formula)
+        streams.restore()
     table = Table(title=f"{target}: proven Lipschitz constants, log10", title_justify="left")
     for k, head in enumerate(("block", "kind", "Lip f", "Lip f⁻¹", "total F", "total F⁻¹", "max |box|")):
         table.add_column(head, justify="left" if k < 2 else "right")
@@ -47,8 +52,8 @@ def bounds(
     console.print(repr(bound), highlight=False, markup=False)
     for remark in bound.remarks():
         console.print(remark, highlight=False, markup=False)
-    if out is not None:
-        write_json(bound, target, out)
+    if path is not None:
+        write_json(bound, target, path)
         console.print(f"wrote {out}", highlight=False)
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bilip._progress import bar
-from bilip.cli._ending import Stop
+from bilip.cli._arguments import listed, load_native, lying, named_files, require_apart
+from bilip.cli._ending import Stop, Streams
 from bilip.errors import BilipError, InputError
 
 if TYPE_CHECKING:
@@ -67,14 +68,14 @@ def cure(
     """
     if not data:
         raise InputError("there is no data: pass --data FILE.")
-    _require_folder(out)
+    sources = named_files(data)
+    _require_folder(out, target, [*sources.values(), *([train] if train else [])])
 
     import bilip
-    from bilip.cli._arguments import listed, load_native, named_files
 
-    sources = named_files(data)
+    train, folder = train and lying(train), out and out.absolute()
     function = None if loss is None else _loss(loss)
-    with Stop() as stop:
+    with Stop(keeps=True) as stop, Streams() as streams:
         model, adapted = load_native(target, device)
         batches = None if train is None else _rows(train, adapted)
         with bar() as running:
@@ -103,9 +104,10 @@ def cure(
                 progress=show,
             )
             stop.late = True
+        streams.restore()
         console = Console(highlight=False, soft_wrap=True)
-        if out is not None:
-            result.save(out)
+        if folder is not None:
+            result.save(folder)
         console.print(cure_table(result))
         console.print(_last_line(result))
         if out is not None:
@@ -115,6 +117,7 @@ def cure(
                     f"load it:  model = bilip.cures.restore(build(), {str(out)!r})   # {shlex.quote(target)} builds it",
                     markup=False,
                 )
+        stop.check()
         if result.interrupted:
             raise KeyboardInterrupt
     if not result.cured:
@@ -157,9 +160,18 @@ def _last_line(result: Cure) -> str:
     return f"[bold red]Not cured[/bold red]: nothing that was tried makes {asked} safe.{more}"
 
 
-def _require_folder(out: Path | None) -> None:
+def _require_folder(out: Path | None, target: str, read: list[str]) -> None:
+    from bilip.cures.result import FILES, require_folder
+
     if out is None:
         return
+    if out.is_dir() and Path(target).is_dir() and out.samefile(target):
+        raise InputError(
+            f"--out {out} is the model that is cured, which would be lost: name another folder, or a new one."
+        )
+    require_folder(out)
+    for name in FILES:
+        require_apart({"--out": out / name}, read)
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}: it is a file; expected the name of a folder.")
     try:

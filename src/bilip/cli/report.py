@@ -19,11 +19,10 @@ def report(
 ) -> None:
     """Show a record on the terminal, as Markdown, as an HTML page or as a JUnit file."""
     from bilip import report as pages
-    from bilip.cli._arguments import require_page, require_writable
+    from bilip.cli._arguments import require_outputs, require_page
     from bilip.record import AuditRecord, write_aside
 
-    require_writable(html)
-    require_writable(junit)
+    require_outputs({"--html": html, "--junit": junit}, [record])
     require_page(html)
     found = AuditRecord.load(record)
     if markdown:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bilip._progress import bar
+from bilip.cli._arguments import require_outputs
 from bilip.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _write_page(name: str | None, out: Path | None, results: Path) -> None:
     if name is not None:
         raise InputError(f"--page is about all recipes: run it without {name!r}.")
     path = out or Path("reproduction.html")
+    require_outputs({"--out": path}, [results / "claims.json", *results.glob("*/ours.json")])
     write_page(path, results)
     Console(highlight=False).print(f"wrote {path}", markup=False)
 

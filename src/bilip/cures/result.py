@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +16,10 @@ from bilip.cures.treated import Treated, copied
 from bilip.errors import CheckpointError, need, said_by
 from bilip.record import AuditRecord, environment, read_json, write_aside, write_json
 
-__all__ = ["Attempt", "Cure", "restore"]
+__all__ = ["FILES", "Attempt", "Cure", "require_folder", "restore"]
+
+FILES = ("model.safetensors", "before.json", "after.json", "cure.json")
+"""What a cure writes; the last one last: a folder without it is not whole."""
 
 
 @dataclass
@@ -136,22 +141,43 @@ class Cure:
         """Write `cure.json`, the audits and the weights, under the library's own names, as `model.safetensors` (else `model.pt`).
 
         `bilip.cures.restore(model, folder)` brings a model of the same architecture into the cured form.
+
+        Raises:
+            CheckpointError: The folder holds a model that no cure wrote, such as the one that was cured, or cannot be written to.
         """
         target = Path(folder)
+        require_folder(target)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            for name in ("cure.json", "after.json", "model.safetensors"):  # an earlier cure's, which this one may lack
-                (target / name).unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".cure", dir=target) as made:
+                self._write(Path(made))  # aside: what fails here leaves an earlier cure as it was
+                (target / "cure.json").unlink(missing_ok=True)
+                for name in FILES:
+                    if (Path(made) / name).exists():
+                        os.replace(Path(made) / name, target / name)
+                    else:  # an earlier cure's, which this one lacks
+                        (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
+
+    def _write(self, folder: Path) -> None:
         if self.chosen is not None and self.chosen.treated is not None:
-            _write_state(target, self.chosen.treated.state())
+            _write_state(folder, self.chosen.treated.state())
         elif self.model is not None:
-            _write_state(target, copied(self.model).state())
-        self.before.save(target / "before.json")
+            _write_state(folder, copied(self.model).state())
+        self.before.save(folder / "before.json")
         if self.after is not None:
-            self.after.save(target / "after.json")
-        write_json(target / "cure.json", self.plain())  # last: a folder without it is not whole
+            self.after.save(folder / "after.json")
+        write_json(folder / "cure.json", self.plain())
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse a folder with a model that no cure wrote: a cure has a folder of its own."""
+    held = next((name for name in ("config.json", "model.safetensors") if (folder / name).exists()), None)
+    if held is not None and not (folder / "cure.json").exists():
+        raise CheckpointError(
+            f"cannot write a cure to {folder}: it holds {held}, of a model that no cure wrote. Name another folder, or a new one."
+        )
 
 
 def restore(model: Any, folder: str | Path) -> Any:

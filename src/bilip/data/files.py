@@ -45,10 +45,14 @@ def open_file(path: Path) -> tuple[Rows, Rows | None]:
             raise InputError(f"{path} does not exist.")
         if path.is_dir():
             return FolderRows(path), None
-        openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt, ".pth": _pt, ".csv": _csv}
-        if path.suffix.lower() not in openers:
+        openers = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors, ".pt": _pt, ".pth": _pt}
+        if path.suffix.lower() not in (*openers, ".csv"):
             raise InputError(f"{path} is not of a kind that is read here: expected {READABLE}.")
-        return openers[path.suffix.lower()](path)
+        if path.suffix.lower() == ".csv":  # read as a whole
+            return _csv(path)
+        found = path.stat()
+        x, context = openers[path.suffix.lower()](path)
+        return _WatchedRows(path, found, x), None if context is None else _WatchedRows(path, found, context)
     except (InputError, MissingExtra):
         raise
     except Exception as error:  # a broken archive can raise almost anything
@@ -60,6 +64,39 @@ def open_file(path: Path) -> tuple[Rows, Rows | None]:
 
 def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")[:300]
+
+
+class _WatchedRows(Rows):
+    """Rows of a file that nobody may change meanwhile: what is left of a mapped file that shrinks ends the program.
+
+    A file that is replaced, or removed, keeps its bytes for whoever has it open.
+    """
+
+    def __init__(self, path: Path, found: os.stat_result, rows: Rows) -> None:
+        super().__init__(rows.count, rows.shape, rows.dtype)
+        self.path, self.found, self.rows = path.absolute(), found, rows
+
+    def read(self, start: int, stop: int) -> Tensor:
+        self._check()
+        part = self.rows.read(start, stop)
+        return self._checked(part.clone() if isinstance(self.rows, (TensorRows, _SliceRows)) else part)
+
+    def take(self, places: Tensor) -> Tensor:
+        self._check()
+        return self._checked(self.rows.take(places))
+
+    def _checked(self, part: Tensor) -> Tensor:
+        self._check()
+        return part
+
+    def _check(self) -> None:
+        try:
+            now = self.path.stat()
+        except OSError:
+            return
+        then = self.found
+        if os.path.samestat(now, then) and (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+            raise InputError(f"{self.path} was changed while it was read: wait until it is written, or read a copy.")
 
 
 def choose(path: Path, names: list[str]) -> tuple[str, str | None]:
@@ -135,6 +172,12 @@ def _pt(path: Path) -> tuple[Rows, Rows | None]:
                 f"{path}, tensor {name!r}, is not a plain tensor of real numbers: save x.to_dense() or x.dequantize()."
             )
         _require_rows(f"{path}, tensor {name!r},", tuple(tensor.shape), tensor.element_size())
+        kept = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if kept < tensor.numel():  # a few bytes could stand for more rows than any memory can number
+            raise InputError(
+                f"{path}, tensor {name!r}, has shape {tuple(tensor.shape)!r:.60} but holds {kept:,} numbers, which are repeated by expand: "
+                "save x.contiguous()."
+            )
     return TensorRows(named[x]), None if context is None else TensorRows(named[context])
 
 
@@ -150,7 +193,7 @@ class _ZipRows(Rows):
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         super().__init__(shape[0], shape[1:], torch_dtype(dtype))
-        self.path, self.name, self.numpy_dtype = path, name, dtype
+        self.path, self.name, self.numpy_dtype = path.absolute(), name, dtype
         self._file: IO[bytes] | None = None
         self._begin = 0
         self._whole: Tensor | None = None
@@ -305,7 +348,7 @@ class FolderRows(Rows):
 
     def __init__(self, folder: Path) -> None:
         pillow()  # what is missing is said first
-        self.paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        self.paths = sorted(p for p in folder.absolute().rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not self.paths:
             raise InputError(f"{folder} holds no PNG or JPEG image.")
         size, grey = (0, 0), True

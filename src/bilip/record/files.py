@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from bilip.errors import BilipError, InputError, RecordError
 
-__all__ = ["UNSEALED", "environment", "is_whole", "open_regular", "read_file", "seal", "write_aside"]
+__all__ = ["UNSEALED", "environment", "is_open_file", "is_whole", "open_regular", "read_file", "seal", "write_aside"]
 
 KINDS = (
     (stat.S_ISDIR, "Is a directory"),
@@ -116,10 +116,10 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
     target = Path(path)
     if not target.name:
         raise InputError(f"cannot write {str(path)!r}: expected the name of a file.")
-    real = target if _is_open_file(target) else Path(os.path.realpath(target))
+    real = target if is_open_file(target) else Path(os.path.realpath(target))
     aside = real.with_name(f".{real.name}.{os.getpid()}.{threading.get_ident()}")  # no other writer's
     try:
-        if _is_open_file(target) or (target.exists() and not target.is_file() and not target.is_dir()):
+        if is_open_file(target) or (target.exists() and not target.is_file() and not target.is_dir()):
             _write_through(target, data)
             return
         aside.write_bytes(data)
@@ -131,7 +131,7 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
             aside.unlink(missing_ok=True)
 
 
-def _is_open_file(target: Path) -> bool:
+def is_open_file(target: Path) -> bool:
     """Whether a name leads to a file that a process holds open, as `/dev/stdout` does."""
     for _ in range(40):
         if str(target).startswith(("/proc/", "/dev/fd/")):
