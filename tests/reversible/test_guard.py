@@ -1113,7 +1113,14 @@ def test_a_spot_check_of_nets_that_look_at_the_whole_batch(recwarn):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"count": 10**30}, {"steps": math.inf}, {"drift": [1]}, {"anchors": [[0, 1e999, 1, "x"]]}]
+    "wrong",
+    [
+        {"count": 10**30},
+        {"steps": math.inf},
+        {"drift": [1]},
+        {"anchors": [[0, 1e999, 1, "x"]]},
+        {"within": [[0, [1.0]]]},
+    ],
 )
 def test_what_is_no_state_of_a_guard_is_refused(wrong):
     guarded = Reversible(planted(1.0)[0])

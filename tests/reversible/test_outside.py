@@ -127,6 +127,20 @@ def test_the_first_call_leaves_numbers_and_statistics_as_one_call_does():
     assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-9) for a, b in zip(*results, strict=True))
 
 
+def test_the_first_call_after_a_resumption_counts_once():
+    """It is made twice; a fingerprint of another number would be another one than without the break."""
+    gate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    model, x = gated(gate), torch.randn(16, 8, dtype=torch.float64)
+    uncut, resumed = Reversible(model), Reversible(model)
+    for k in range(4):
+        if k == 2:
+            resumed.load_guard_state(uncut.guard_state())
+        for saving in (uncut, resumed)[: 1 + (k > 1)]:
+            torch.autograd.grad(loss_of(saving, x, False), gate)
+    assert resumed.guard_state() == uncut.guard_state()
+    assert uncut.guard_state()["count"] == 4
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))], ids=["deepcopy", "pickle"])
 def test_copies_find_their_own(copied):
     gate = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))

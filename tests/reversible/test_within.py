@@ -1,6 +1,7 @@
 """What cancels within one call: no wrong gradient without a word where a loss subtracts samples of a batch, or positions of a sample."""
 
 import copy
+import json
 import weakref
 
 import pytest
@@ -358,6 +359,33 @@ def test_what_is_looked_at_needs_no_memory_for_the_gradients_of_all_blocks(monke
     first, second = alive[:2]
     assert first[-1] == 12 * of_one
     assert max(second[:12]) <= 2 * of_one  # what comes after is the repair
+
+
+@pytest.mark.parametrize("break_at", [1, 4])
+def test_a_resumed_training_looks_where_one_without_a_break_does(break_at, monkeypatch):
+    """What was measured within calls decides which steps are measured again, and so which are repaired."""
+    model, x = planted(1e-2)
+    pairs = torch.cat([x, x + 1e-2 * torch.randn_like(x)])
+    walks, walk = [], call.Call._walk
+    monkeypatch.setattr(call.Call, "_walk", lambda *a, **k: walks.append("result" in k) or walk(*a, **k))
+    losses = [halves_apart, loss_of]
+
+    def steps(guarded, begin, end):
+        walks.clear()
+        return [g for k in range(begin, end) for g in gradient(guarded, model, pairs, losses[k % 3 == 0])], walks.copy()
+
+    one, other = Reversible(model), Reversible(model)
+    steps(one, 0, break_at)
+    carried = json.loads(json.dumps(one.guard_state()))
+    uncut, looked = steps(one, break_at, 12)
+    other.load_guard_state(carried)
+    resumed, looked_again = steps(other, break_at, 12)
+    assert looked == looked_again
+    assert all(torch.equal(a, b) for a, b in zip(uncut, resumed, strict=True))
+    assert one.guard_state() == other.guard_state()
+    older = Reversible(model)
+    older.load_guard_state({k: v for k, v in carried.items() if k != "within"})
+    assert older.report().steps == break_at
 
 
 @pytest.mark.parametrize("step", [1e-3, 1e-4])

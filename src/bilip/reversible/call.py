@@ -173,8 +173,10 @@ class Call:
             self.share = share.clamp_max(self.share) if isinstance(share, Tensor) else min(self.share, share)
 
     def as_before(self) -> None:
-        """Random generators and buffers as they were before this call, which will be made again."""
+        """Random generators, buffers and the number of this call as they were before it, which will be made again."""
         self.seeds.rewind()
+        if self.watched and self.watch is not None:
+            self.watch.counters[self.seeds.device].sub_(1)
         for one in reversed([one for advances in self.advances for one in advances]):
             one.undo()
 

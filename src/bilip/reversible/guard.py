@@ -308,20 +308,23 @@ class Watch:
         plain = {name: getattr(self, name) for name in _PLAIN}
         count = max((int(c) for c in self.counters.values()), default=self.count)
         anchors = [[way, k, size, self.names[way, k]] for (way, k), size in self.anchors.items()]
-        return {**plain, "drift": dict(self.drift), "worst": dict(self.worst), "count": count, "anchors": anchors}
+        within = [[way, *one.state()] for way, one in self.within.items()]
+        drifts = {"drift": dict(self.drift), "worst": dict(self.worst)}
+        return {**plain, **drifts, "count": count, "anchors": anchors, "within": within}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        state = {"worst_remaining": state["worst_angle"], "apart": 0, **state}  # older states have none
+        state = {"worst_remaining": state["worst_angle"], "apart": 0, "within": [], **state}  # older states have none
         real = ("tolerance", "worst_angle", "worst_remaining")
         plain = {name: (float if name in real else int)(state[name]) for name in (*_PLAIN, "count")}
         drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
         torch.tensor(plain["count"], dtype=torch.int64)  # raises where the counters cannot hold it
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
+        within = {bool(way): Within.of(*one) for way, *one in state["within"]}
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
-        self.drift, self.worst, self.anchors, self.names = drift, worst, anchors, names
+        self.drift, self.worst, self.anchors, self.names, self.within = drift, worst, anchors, names, within
         self.counters.clear()
 
     def counts(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,21 @@ class Within:
         self.known: tuple[float, float] | None = None
         self.since = 0
         self.gain: Tensor | None = None  # the largest of them, where captured steps read it
+
+    def state(self) -> list[Any]:
+        """What is carried from step to step, as JSON values."""
+        return [list(self.gains), self.known and list(self.known), self.since]
+
+    @classmethod
+    def of(cls, gains: Sequence[float], known: Sequence[float] | None, since: int) -> Within:
+        """From a state."""
+        made = cls()
+        made.gains.extend(map(float, gains))
+        if known is not None:
+            share, lost = map(float, known)
+            made.known = share, lost
+        made.since = int(since)
+        return made
 
     def expected(self, left: Tensor, size: Tensor) -> Tensor:
         """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual, or unknown.
