@@ -46,6 +46,15 @@ def test_boxes():
     assert Box(0.1, 0.3).low.item() == 0.1  # python numbers keep their double precision
 
 
+@pytest.mark.parametrize("side", ["domain", "latent"])
+def test_a_bound_still_speaks_about_its_box_when_somebody_writes_into_the_ends(side):
+    low = torch.full((4,), -1.0, dtype=torch.float64)
+    box = Box(low, 1.0)
+    bound = blocks.AffineCoupling(MLP(2, 4), scale="exp").bounds(**{side: box})
+    low.fill_(-50.0)
+    assert (bound.domain if side == "domain" else bound.image) == box == Box(-1, 1, shape=(4,))
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -71,6 +71,14 @@ def patched_scale():
     return AffineCoupling(MLP(2, 4), scale=patched(blocks.SigmoidScale(), "with_log"))
 
 
+def in_a_list(block):
+    """A chain whose blocks are none of its modules, so that a walk over these passes them by."""
+    chain = Chain(block)
+    del chain.blocks
+    chain.blocks = [block]  # type: ignore[assignment]
+    return chain
+
+
 def parametrized():
     block = blocks.ActNorm(4, start="identity")
     nn.utils.parametrize.register_parametrization(block, "log_scale", nn.Dropout())
@@ -103,6 +111,7 @@ REFUSED = {
     "partition overridden": (lambda: additive(partition=louder(Split, "merge")()), "Louder.merge, but inherits"),
     "partition patched": (patched_partition, "method merge replaced"),
     "scale patched": (patched_scale, "method with_log replaced"),
+    "blocks in a list": (lambda: in_a_list(hooked(additive())), "blocks a plain list"),
 }
 
 
@@ -202,6 +211,25 @@ def test_weights_without_numbers_have_no_bound():
     for prove in (lambda: block.bounds(BOX), lambda: block.enclose(BOX)):
         with pytest.raises(UnknownLipschitz, match="device meta"):
             prove()
+
+
+def complex_block(name):
+    block = {"log_scale": blocks.ActNorm(4, start="identity"), "weight": blocks.InvertibleConv1x1(4)}[name]
+    numbers = getattr(block, name).detach().to(torch.complex64) + 2j
+    return with_number(block, name, nn.Parameter(numbers))
+
+
+def complex_statistics():
+    norm = nn.BatchNorm1d(2)
+    norm.running_var = torch.tensor([1e-3 + 1j, 1.0])
+    return AdditiveCoupling(nn.Sequential(norm)).eval()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: complex_block("log_scale"), lambda: complex_block("weight"), complex_statistics]
+)
+def test_complex_numbers_are_not_read_as_their_real_parts(make):
+    refuses(make(), BOX, "a tensor of complex numbers")
 
 
 @pytest.mark.parametrize("where", INSIDE)

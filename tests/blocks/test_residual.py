@@ -50,6 +50,15 @@ def test_stated_bound_is_never_below_the_true_error(dtype, method):
     assert below == 0
 
 
+def test_a_float64_copy_can_be_inverted():
+    """Its held layers keep the weight that acts and are held to nothing, so that their coefficients say nothing about c."""
+    block = make(1, c=0.9).eval()
+    copied, y = float64_copy(Chain(block)), torch.randn(5, 4)
+    exact, solution = copied.inverse(y.double()), block.solve(y)
+    assert bool(((solution.x.double() - exact).norm(dim=1) <= solution.error_bound).all())
+    assert copied.bounds().inverse <= block.bounds().inverse * (1 + 1e-12)
+
+
 def test_the_bound_holds_for_points_that_are_no_iterates():
     """The residual form holds anywhere; the step-difference form |x_k - x_{k-1}| c / (1 - c) fails for "
     "accelerated iterates."""

@@ -164,6 +164,11 @@ EXACT = {
         lambda: ScaledSwish(0.5),
         lambda x: _swish(x, _softplus(mpmath.mpf(0.5))) / mpmath.mpf(1.1),
     ),
+    # above 20 torch's softplus is the identity by default
+    "steep scaled swish": (
+        lambda: ScaledSwish(20.125),
+        lambda x: _swish(x, _softplus(mpmath.mpf(20.125))) / mpmath.mpf(1.1),
+    ),
     "dropout": (lambda: nn.Dropout().eval(), lambda x: x),
 }
 

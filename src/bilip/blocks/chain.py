@@ -17,7 +17,7 @@ from bilip.blocks.log_det import one_draw
 from bilip.blocks.neural_ode import NeuralODE
 from bilip.blocks.residual import Residual
 from bilip.bounds import Box, log_product
-from bilip.errors import InputError
+from bilip.errors import InputError, UnknownLipschitz
 from bilip.nets.readable import is_itself, is_watched
 from bilip.nets.spectral import Held, held_layers, held_together
 
@@ -137,6 +137,10 @@ class Chain(Directed, Composite):
         return Box.everything()
 
     def _walk(self, reach: Reach, context: Box | None, formula: str, name: str, *, backward: bool) -> Step:
+        if not isinstance(self.blocks, nn.Module):  # so that nobody has looked at what is in it
+            raise UnknownLipschitz(
+                f"Chain has as blocks a plain {type(self.blocks).__name__}; make it an nn.ModuleList."
+            )
         total = Step(0.0, 0.0, reach, ())
         prefix = f"{name}." if name else ""
         order = range(len(self) - 1, -1, -1) if backward else range(len(self))

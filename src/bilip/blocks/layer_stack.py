@@ -434,7 +434,7 @@ def _part(layer: nn.Module, x: Tensor) -> Affine | Activation | None:
     if kind in _FUNCTIONS:
         return ByAutograd(function=_FUNCTIONS[kind](layer))
     if kind is ScaledSwish:
-        part = LipSwish(tensors=(F.softplus(layer.raw_beta),))  # type: ignore[arg-type]
+        part = LipSwish(tensors=(layer.beta(),))  # type: ignore[operator]
         return part if part.tensors[0].ndim == 0 and part.tensors[0].dtype == x.dtype else None
     if kind not in (nn.Linear, nn.Conv2d, HeldLinear, HeldConv2d):
         return None

@@ -32,7 +32,8 @@ class Box:
 
     def __init__(self, low: float | Tensor, high: float | Tensor, shape: Sequence[int] | None = None) -> None:
         try:
-            low_, high_ = torch.broadcast_tensors(as_float64(low), as_float64(high))
+            # Copies: what was proved on a box stays true when the caller writes into a tensor that it was made of.
+            low_, high_ = torch.broadcast_tensors(as_float64(low).clone(), as_float64(high).clone())
             if shape is not None:
                 low_, high_ = low_.expand(tuple(shape)), high_.expand(tuple(shape))
         except (RuntimeError, TypeError, ValueError) as error:

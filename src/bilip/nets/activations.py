@@ -59,8 +59,16 @@ class ScaledSwish(nn.Module):
         super().__init__()
         self.raw_beta = nn.Parameter(torch.tensor(float(beta)))
 
+    def beta(self) -> Tensor:
+        r"""The $\beta$ that acts. Torch's softplus is the identity from its threshold on, which at 20, the default, is a jump of 2e-9."""
+        return _beta(self.raw_beta)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x * F.softplus(self.raw_beta)) / 1.1
+        return x * torch.sigmoid(x * self.beta()) / 1.1
+
+
+def _beta(raw: Tensor) -> Tensor:
+    return F.softplus(raw, threshold=40.0)
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def _softplus(module: nn.Softplus) -> Facts | None:
 
 
 def _scaled_swish(module: ScaledSwish) -> Facts | None:
-    beta = float(F.softplus(as_float64(module.raw_beta)))
+    beta = float(_beta(as_float64(module.raw_beta)))
     if not 1e-290 < beta < INF:
         return None
     return _valley(

@@ -288,7 +288,8 @@ class _Held(Linear):
         return self.layer.coefficient
 
     def log_cap(self) -> float | None:
-        return log_of(self.layer.coefficient)
+        # A copy that keeps the weight that acts is held to nothing.
+        return log_of(self.layer.coefficient) if self.layer.coefficient < math.inf else None
 
 
 class _StatesWeight(Linear):

@@ -169,6 +169,8 @@ def odd_tensor(value: Tensor) -> str | None:
         return f"a tensor of class {type(value).__name__}"
     if value.is_meta:
         return "a tensor on the device meta, which has no numbers"
+    if value.is_complex():
+        return "a tensor of complex numbers"
     return None if value.layout is torch.strided else f"a tensor of layout {value.layout}"
 
 

@@ -175,7 +175,9 @@ def _normalised(
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
-    return tuple(int(v) for v in value) if isinstance(value, (tuple, list)) else (int(value),) * dims
+    """One number for each dimension; like torch, a sequence of one serves all of them."""
+    values = [int(v) for v in value] if isinstance(value, (tuple, list)) else [int(value)]
+    return tuple(values * dims if len(values) == 1 else values)
 
 
 def _windows(size: int, stride: int, dilation: int = 1) -> int:
