@@ -487,6 +487,18 @@ def test_what_is_taken_over_and_what_is_not():
     assert within.like(1.0) is None
 
 
+def test_a_first_look_at_one_sample_does_not_hide_what_cancels_later():
+    """Weighed at random, a log-determinant of one sample has no gradient: that says nothing of other losses."""
+    model, x = planted(5e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    stored = gradient(model, model, pairs, halves_apart)
+    reference = copy.deepcopy(model).double()
+    noise = off(gradient(reference, reference, pairs.double(), halves_apart), stored)
+    guarded = Reversible(model, Guard(spot_check=0))
+    gradient(guarded, model, x[:1], lambda f, x: f.forward_and_log_det(x)[1].sum())
+    assert off(gradient(guarded, model, pairs, halves_apart), stored) < max(1e-3, 3 * noise)
+
+
 def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown

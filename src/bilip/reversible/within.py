@@ -80,7 +80,7 @@ class Within:
             share: How large its gradients of the parameters are, relative to those of the outputs.
             gain: How large they would be, if samples were independent.
         """
-        if math.isfinite(gain):
+        if 0 < gain < math.inf:
             self.gains.append(gain)
             if self.gain is not None:
                 self.gain.fill_(max(self.gains))
