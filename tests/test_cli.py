@@ -744,7 +744,7 @@ def test_a_table_without_figures(bilip_, monkeypatch):
     from bilip.recipes import Outcome, find
 
     outcome = Outcome(find("coupling_depth"), "quick", Path("runs"), (), (), (), 0.0)
-    monkeypatch.setattr(sys.modules["bilip.cli.reproduce"], "_run", lambda *_: outcome)
+    monkeypatch.setattr("bilip.cli.reproduce._run", lambda *_: outcome)
     assert bilip_("reproduce", "coupling_depth")[1].endswith(f"wrote {Path('runs', 'ours.json')}\n")
 
 
