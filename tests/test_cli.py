@@ -210,6 +210,15 @@ def leaves_a_thread():
     threading.Thread(target=time.sleep, args=(120,)).start()
     return lossy()
 
+def leaves_an_idle_pool():
+    import atexit
+    from concurrent.futures import ThreadPoolExecutor
+    global pool
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int)
+    atexit.register(lambda: print("closed by atexit"))
+    return lossy()
+
 class Closes(Lossy):
     def __init__(self, close):
         super().__init__()
@@ -471,6 +480,13 @@ def test_a_thread_that_a_model_leaves_does_not_hang_the_gate(made, required, cod
     run = subprocess.run([*COMMAND, *args, "--require", required], cwd=made, capture_output=True, text=True, timeout=60)
     assert run.returncode == code, run.stderr
     assert "likelihood" in run.stdout
+
+
+@pytest.mark.process
+def test_a_pool_that_waits_for_work_ends_with_the_program_and_what_was_registered_is_called(made):
+    run = process(*of("leaves_an_idle_pool"), cwd=made)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.endswith("closed by atexit\n")
 
 
 @pytest.mark.parametrize("target", ["closes_stdout", "closes_both", "without_stdout", "tees"])
