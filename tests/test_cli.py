@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,6 +210,15 @@ def leaves_a_thread():
     threading.Thread(target=time.sleep, args=(120,)).start()
     return lossy()
 
+def leaves_an_idle_pool():
+    import atexit
+    from concurrent.futures import ThreadPoolExecutor
+    global pool
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int)
+    atexit.register(lambda: print("closed by atexit"))
+    return lossy()
+
 class Closes(Lossy):
     def __init__(self, close):
         super().__init__()
@@ -231,6 +241,21 @@ def closes_both():
 
 def without_stdout():
     return closes(lambda: setattr(sys, "stdout", None))
+
+class Tee:
+    # as many training scripts put it in the place of standard output
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        return self.stream.write(text)
+
+    def flush(self):
+        self.stream.flush()
+
+def tees():
+    sys.stdout = Tee(sys.stdout)
+    return lossy()
 
 def bounds_without_stdout():
     sys.stdout.close()
@@ -312,6 +337,7 @@ BAD = [
     ("no such module", instead("cli_targets:additive", "absent_module:model"), "No module named 'absent_module'"),
     ("no such function", of("absent"), "has no 'absent'"),
     ("no such folder", instead("cli_targets:additive", "nowhere"), "neither a checkpoint folder nor"),
+    ("no module", instead("cli_targets:additive", ":additive"), "neither a checkpoint folder nor"),
     ("module raises", instead("cli_targets:additive", "cli_fails:model"), "'cli_fails' raised ZeroDivisionError"),
     ("module needs", instead("cli_targets:additive", "cli_needs:model"), "No module named 'surely_not_installed'"),
     ("loader raises", of("broken"), "RuntimeError: first line second line"),
@@ -456,7 +482,14 @@ def test_a_thread_that_a_model_leaves_does_not_hang_the_gate(made, required, cod
     assert "likelihood" in run.stdout
 
 
-@pytest.mark.parametrize("target", ["closes_stdout", "closes_both", "without_stdout"])
+@pytest.mark.process
+def test_a_pool_that_waits_for_work_ends_with_the_program_and_what_was_registered_is_called(made):
+    run = process(*of("leaves_an_idle_pool"), cwd=made)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.endswith("closed by atexit\n")
+
+
+@pytest.mark.parametrize("target", ["closes_stdout", "closes_both", "without_stdout", "tees"])
 @pytest.mark.process
 def test_a_model_that_closes_its_streams_is_judged_like_any_other(made, tmp_path, target):
     files = [tmp_path / name for name in ("r.json", "r.html", "r.xml")]
@@ -721,6 +754,14 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_has_a_code_of_its_own(bili
         err
         == "bilip: ZeroDivisionError: deep inside [31m. Nobody foresaw this: --traceback shows where it comes from\n"
     )
+
+
+def test_a_table_without_figures(bilip_, monkeypatch):
+    from bilip.recipes import Outcome, find
+
+    outcome = Outcome(find("coupling_depth"), "quick", Path("runs"), (), (), (), 0.0)
+    monkeypatch.setattr("bilip.cli.reproduce._run", lambda *_: outcome)
+    assert bilip_("reproduce", "coupling_depth")[1].endswith(f"wrote {Path('runs', 'ours.json')}\n")
 
 
 def test_no_memory_is_no_fault_of_bilip(bilip_, monkeypatch):

@@ -212,12 +212,13 @@ def test_a_link_is_written_through_to_the_file_it_leads_to(tmp_path):
     assert sorted(p.name for p in (tmp_path / "far").iterdir()) == ["not yet there.json", "real.json"]
 
 
+@pytest.mark.parametrize("mode", ["ab", "wb"])
 @pytest.mark.parametrize("inside", [False, True], ids=["link", "link to a link"])
-def test_what_leads_to_an_open_file_is_written_to_and_not_replaced(tmp_path, inside):
+def test_what_leads_to_an_open_file_is_written_to_and_not_replaced(tmp_path, inside, mode):
     """As `/dev/stdout` does, where standard output goes to a file: whoever may write to /dev would lose it for everybody."""
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("there is no such folder here")
-    with open(tmp_path / "output", "ab") as output:
+    with open(tmp_path / "output", mode) as output:
         output.write(b"before\n")
         output.flush()
         stdout = tmp_path / "stdout"

@@ -118,6 +118,23 @@ def test_other_data_is_refused(tiny, data, tmp_path):
         cifar10_classifier.load(cifar10_classifier.replace(tiny, images=40), work)
 
 
+def test_what_is_no_list_of_data_is_one_line(tiny, data, tmp_path):
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="data.json is not what a recipe writes"):
+        cifar10_classifier.load(tiny, Work(tmp_path, data=data))
+
+
+def test_fewer_images_than_a_batch(tiny, data, tmp_path):
+    few = cifar10_classifier.replace(tiny, images=5)
+    with pytest.raises(InputError, match="--set images=5 batch=8: expected a batch of images or more"):
+        cifar10_classifier.load(few, Work(tmp_path, data=data))
+
+
+def test_why_a_part_is_none_is_said(tmp_path):
+    with pytest.raises(InputError, match="there is no such part.* 'none' has nothing to be changed. There are affine"):
+        reproduce("cifar10_classifier", out=tmp_path, parts=["affine-conv1x1-none-every5"])
+
+
 def test_what_parts_mean():
     fd = make_penalties(Run.of("additive-conv1x1-fd"), RECIPE.sizes["gpu"], 0)[0]
     assert (fd.weight, fd.every, fd.mode, fd.scaling, fd.eps) == (5e-5, 10, "both", "original", 0.1)

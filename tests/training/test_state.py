@@ -66,6 +66,13 @@ def test_a_flipped_bit_is_found_wherever_it_is(run):
             read_state(path)
 
 
+def test_a_flipped_bit_in_the_name_of_its_facts_is_no_foreign_file(run):
+    path = run / "last.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"bilip":', b'"bilix":', 1))
+    with pytest.raises(CheckpointError, match=r"or its header is damaged. The last good state is .*previous"):
+        read_state(path)
+
+
 @pytest.mark.parametrize("cut", [1, 1000])
 def test_a_damaged_state_names_the_last_good_one_and_it_can_be_used(run, cut):
     path = run / "last.safetensors"

@@ -48,16 +48,24 @@ def _run() -> None:
 
 
 def _leave(code: int, before: list[threading.Thread]) -> None:
-    """End the program here if a thread that a model started would go on for ever: Python waits for all that are no daemons."""
-    until = time.monotonic() + PATIENCE
+    """See to it that the program ends, although Python waits for all threads that are no daemons, and a model may have started some.
+
+    Python is left to end by itself first: it wakes idle pools of threads, and calls what a library registered with `atexit`.
+    """
     left = [t for t in threading.enumerate() if t not in before and not t.daemon]
-    for thread in left:
-        thread.join(max(0.0, until - time.monotonic()))
-    if any(thread.is_alive() for thread in left):
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, or nobody reads on
-                stream.flush()
-        os._exit(code)
+
+    def end() -> None:
+        until = time.monotonic() + PATIENCE
+        for thread in left:
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in left):
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, ValueError, OSError):  # closed, or nobody reads on
+                    stream.flush()
+            os._exit(code)
+
+    if left:
+        threading.Thread(target=end, daemon=True).start()
 
 
 def _note(message: Warning | str, *_: Any) -> None:

@@ -162,8 +162,8 @@ def read_for(target: str) -> list[Path]:
     """The files that a model comes from, as far as its name tells: a folder, or a module below the current folder."""
     if Path(target).is_dir():
         return [Path(target)]
-    module = Path(*target.partition(":")[0].split("."))
-    return [path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()]
+    module = target.partition(":")[0].replace(".", "/")
+    return [path for path in (Path(f"{module}.py"), Path(module, "__init__.py")) if path.is_file()]
 
 
 def _overwrites(path: Path, read: Path) -> bool:

@@ -108,7 +108,7 @@ class Streams:
             if not there:
                 os.dup2(kept, number)
             now = getattr(sys, name)
-            if now is None or now.closed:
+            if now is None or getattr(now, "closed", False):  # a stream of a model's own need not know whether it is
                 again = open(os.dup(kept), "w", encoding=before.encoding, errors=before.errors)  # noqa: SIM115
                 setattr(sys, name, again)
 

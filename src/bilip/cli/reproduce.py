@@ -95,9 +95,8 @@ def reproduce(
     ):
         if notes:
             console.print(f"[bold]{title}:[/bold] " + " ".join(notes))
-    console.print(
-        f"\nwrote {outcome.folder / 'ours.json'} and {', '.join(f.name for f in outcome.figures)}", markup=False
-    )
+    drawn = f" and {', '.join(f.name for f in outcome.figures)}" if outcome.figures else ""
+    console.print(f"\nwrote {outcome.folder / 'ours.json'}{drawn}", markup=False)
 
 
 def _write_page(name: str | None, out: Path | None, results: Path) -> None:

@@ -29,6 +29,7 @@ from bilip.recipes.images import (
     cifar10_sets,
     count_parameters,
     make_glow,
+    require_batch,
     require_same_images,
     require_side,
     start_actnorms,
@@ -174,6 +175,7 @@ class Cifar10Classifier(Recipe):
 def load(config: Config, work: Work) -> tuple[ImageBatches, ImageBatches, dict[str, Any]]:
     """Training and test images on the device, and what they are."""
     sets, facts = cifar10_sets(config, work)
+    require_batch(sets["train"], config)
     require_same_images(work, facts, sets.values())
     if facts["test_images"] < FIRST + config.spectra_end:
         raise InputError(f"--set test={config.test}: expected {FIRST + config.spectra_end} test images or more.")

@@ -222,6 +222,8 @@ class Work:
                 write_json(path, now)
             return
         before = read_json(path)
+        if not isinstance(before, dict):
+            raise CheckpointError(f"{path} is not what a recipe writes. Delete {self.folder}, or choose another --out.")
         if before != now:
             key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
             raise CheckpointError(

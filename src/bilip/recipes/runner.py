@@ -242,12 +242,21 @@ def _chosen(recipe: Recipe, config: Any, parts: Sequence[str] | None) -> list[st
         return known
     for part in parts:
         if not recipe.has(part, config):
-            raise InputError(
-                f"--parts {part}: there is no such part.{nearest(part, known)} There are {', '.join(known)}."
-            )
+            hint = nearest(part, known) + _why_not(recipe, part)
+            raise InputError(f"--parts {part}: there is no such part.{hint} There are {', '.join(known)}.")
     if not parts:
         raise InputError(f"--parts: expected one or more of {', '.join(known)}.")
     return list(dict.fromkeys(parts))
+
+
+def _why_not(recipe: Recipe, part: str) -> str:
+    """What a recipe says of a name that names none of its runs, where it has more of them than it lists."""
+    try:
+        if recipe.named is not None:
+            recipe.named(part)
+    except InputError as error:
+        return f" {error}"
+    return ""
 
 
 def _folders(folder: Path, seeds: Sequence[int], parts: Sequence[str]) -> dict[tuple[str, int], Path]:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import platform
+import re
 import stat
 import threading
 import time
@@ -110,7 +111,8 @@ def read_file(path: str | Path, *, most: int, error: type[BilipError] = InputErr
 def write_aside(path: str | Path, content: str | bytes) -> None:
     """Write a file whole or not at all: aside first, then renamed. Of a link, the file that it leads to.
 
-    Pipes and devices are written to, and so is `/dev/stdout`, whatever it leads to: neither is replaced.
+    Pipes and devices are written to, and so is `/dev/stdout`, whatever it leads to: neither is replaced. What is printed before or
+    after stands before or after it.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     target = Path(path)
@@ -133,14 +135,26 @@ def write_aside(path: str | Path, content: str | bytes) -> None:
 
 def is_open_file(target: Path) -> bool:
     """Whether a name leads to a file that a process holds open, as `/dev/stdout` does."""
+    return bool(_open_file(target))
+
+
+def _open_file(target: Path) -> str:
+    """Where a name leads among the files that processes hold open; empty if it leads to none of them."""
     for _ in range(40):
         if str(target).startswith(("/proc/", "/dev/fd/")):
-            return True
+            return str(target)
         try:
             target = target.parent / os.readlink(target)
         except (OSError, ValueError):
-            return False
-    return False
+            break
+    return ""
+
+
+def _opened(target: Path) -> int:
+    """A pipe or a device for writing; of a file that is open here a copy, which goes on where that one stands."""
+    here = re.fullmatch("/(?:proc/self|dev)/fd/([0-9]+)", _open_file(target))
+    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+    return os.open(target, flags) if here is None else os.dup(int(here[1]))
 
 
 def _write_through(target: Path, data: bytes, patience: float = 5.0) -> None:
@@ -148,7 +162,7 @@ def _write_through(target: Path, data: bytes, patience: float = 5.0) -> None:
     end = time.monotonic() + patience
     while True:
         try:
-            handle = os.open(target, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0))
+            handle = _opened(target)
             break
         except OSError as error:
             if error.errno != errno.ENXIO or time.monotonic() > end:

@@ -104,7 +104,7 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except BilipError as error:
         raise _Damaged(f"{source} is not a readable training state ({str(error).rstrip('. ')}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise CheckpointError(f"{source} was not written by a bilip training run. Choose another folder.")
+        raise _Damaged(f"{source} was not written by a bilip training run, or its header is damaged.")
     version = facts.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
