@@ -66,10 +66,20 @@ def test_a_flipped_bit_is_found_wherever_it_is(run):
             read_state(path)
 
 
-def test_a_flipped_bit_in_the_name_of_its_facts_is_no_foreign_file(run):
+@pytest.mark.parametrize(
+    ("place", "flipped", "says"),
+    [
+        (b'"bilip":', b'"bilix":', "or its header is damaged"),
+        (rb'\"version\": 2', rb'\"version\": 3', "its checksum is another one"),
+    ],
+    ids=["name", "version"],
+)
+def test_a_flipped_bit_in_the_header_hides_no_good_state_beside_it(run, place, flipped, says):
     path = run / "last.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"bilip":', b'"bilix":', 1))
-    with pytest.raises(CheckpointError, match=r"or its header is damaged. The last good state is .*previous"):
+    whole = path.read_bytes()
+    assert place in whole
+    path.write_bytes(whole.replace(place, flipped, 1))
+    with pytest.raises(CheckpointError, match=rf"{says}\. The last good state is .*previous"):
         read_state(path)
 
 

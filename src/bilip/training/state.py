@@ -105,7 +105,9 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise _Damaged(f"{source} is not a readable training state ({str(error).rstrip('. ')}).") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise _Damaged(f"{source} was not written by a bilip training run, or its header is damaged.")
-    version = facts.get("version")
+    version, sealed = facts.get("version"), facts.pop("sha256", None)
+    if version != 1 and not is_whole(data, sealed):  # before the version is believed
+        raise _Damaged(f"{source} is damaged: its checksum is another one.")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{source} has version {version!r:.40}; this bilip reads versions 1 to {VERSION}. Finish that run with the bilip "
@@ -113,8 +115,6 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     if version == 1:
         warnings.warn(f"{source} has no checksum, as in bilip 0.1: damage would go unnoticed.", stacklevel=3)
-    elif not is_whole(data, facts.pop("sha256", None)):
-        raise _Damaged(f"{source} is damaged: its checksum is another one.")
     safetensors = need("safetensors.torch", "saving and loading", "train")
     try:
         return safetensors.load(data), facts
