@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(run):
     ("place", "flipped", "says"),
     [
         (b'"bilip":', b'"bilix":', "or its header is damaged"),
-        (rb'\"version\": 2', rb'\"version\": 3', "its checksum is another one"),
+        (rb"\"version\": 2", rb"\"version\": 3", "its checksum is another one"),
     ],
     ids=["name", "version"],
 )

@@ -47,6 +47,7 @@ CLOSE = 1e-4
 # Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
 # before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
 CANCELS = 5
+LOOKS = 4  # draws of random weights where what cancels within a call may decide whether it is repaired
 
 
 @dataclass
@@ -241,8 +242,8 @@ class Call:
         """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
         samples of one call, or positions of one sample, as f(x) - f(x + e), their gradients cancel, and their errors do not.
 
-        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. How
-        large such gradients are beside those of the output differs little from loss to loss, so that a call knows from the last such walks
+        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. Where it
+        may decide, the walk is made several times, since the gradients of one draw may by chance be small themselves. How large such gradients are beside those of the output differs little from loss to loss, so that a call knows from the last such walks
         what to expect, by what is left of its gradients, and is looked at where that might matter. A captured step cannot stop to
         look, and takes what is to be expected. Where nothing is trained but what is before the bijection, what cancels there counts.
         """
@@ -263,10 +264,17 @@ class Call:
             return likely
         lost = within.like(share)
         if lost is None:
-            mixed = Size()
-            self._walk(back.weighed(watch.steps), watched=False, signs=self.signs, result=mixed)
-            lost = within.measured(share, float(mixed.total() / size))
+            gains = [self._gain(watch, back, 0, size)]
+            if MARGIN * drifted * gains[0] > limit * share:  # it may decide, and one draw may be far from the mean
+                gains += (self._gain(watch, back, k, size) for k in range(1, LOOKS))
+            lost = within.measured(share, math.sqrt(sum(gain * gain for gain in gains) / len(gains)))
         return lost
+
+    def _gain(self, watch: Watch, back: Backward, draw: int, size: Tensor) -> float:
+        """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random."""
+        mixed = Size()
+        self._walk(back.weighed(LOOKS * watch.steps + draw), watched=False, signs=self.signs, result=mixed)
+        return float(mixed.total() / size)
 
     def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
         """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
