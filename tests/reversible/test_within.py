@@ -32,7 +32,10 @@ def stays_right(model, x, loss, leaves=None):
 
 
 def halves_apart(f, x):
-    z = f(x)
+    return difference(f(x))
+
+
+def difference(z):
     return (z[:16] - z[16:]).tanh().mean()
 
 
@@ -497,6 +500,39 @@ def test_a_first_look_at_one_sample_does_not_hide_what_cancels_later():
     guarded = Reversible(model, Guard(spot_check=0))
     gradient(guarded, model, x[:1], lambda f, x: f.forward_and_log_det(x)[1].sum())
     assert off(gradient(guarded, model, pairs, halves_apart), stored) < max(1e-3, 3 * noise)
+
+
+class Scaled(nn.Module):
+    """A net with one number to train: the gradients of all samples lie on one line."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.gain = net.requires_grad_(False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.gain * self.net(x)
+
+
+def test_one_draw_of_weights_that_cancels_by_chance_does_not_decide(monkeypatch):
+    """Gradients on a line, weighed at random, add up to less than a tenth of their usual sum in 8 of 100 draws."""
+    model, x = planted(1e-2)
+    model.requires_grad_(False)
+    model[3].t = Scaled(model[3].t)
+    pairs = torch.cat([x, x + 1e-2 * torch.randn_like(x)])
+    gain, known = model[3].t.gain, []
+    keep = torch.eye(len(pairs)).unsqueeze(-1)
+    z = model(pairs)
+    alone = [one * z + (1 - one) * z.detach() for one in keep]
+    each = torch.stack([torch.autograd.grad(difference(latents), gain, retain_graph=True)[0] for latents in alone])
+    lost = float(each.norm() / each.sum().abs())
+    assert lost > 2 * ODD
+    monkeypatch.setattr(Within, "measured", lambda *a: known.append(a[2] / a[1]) or 1.0)
+    for step in range(60):
+        guarded = Reversible(model, Guard(spot_check=0))
+        guarded._watch.steps = step
+        torch.autograd.grad(halves_apart(guarded, pairs), gain)
+    assert len(known) == 60
+    assert min(known) > lost / 5
 
 
 def test_what_is_expected_follows_what_is_left_of_the_gradients():

@@ -242,10 +242,11 @@ class Call:
         """How many times larger the errors of the gradient are, relative to its size, than those of the samples: where the loss subtracts
         samples of one call, or positions of one sample, as f(x) - f(x + e), their gradients cancel, and their errors do not.
 
-        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. Where it
-        may decide, the walk is made several times, since the gradients of one draw may by chance be small themselves. How large such gradients are beside those of the output differs little from loss to loss, so that a call knows from the last such walks
-        what to expect, by what is left of its gradients, and is looked at where that might matter. A captured step cannot stop to
-        look, and takes what is to be expected. Where nothing is trained but what is before the bijection, what cancels there counts.
+        To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. Where
+        it may decide, several such walks are made, since the gradients of one draw may be small by chance. How large such gradients are
+        beside those of the output differs little from loss to loss, so that a call knows from the last such walks what to expect, by what
+        is left of its gradients, and is looked at where that might matter. A captured step cannot stop to look, and takes what is to be
+        expected. Where nothing is trained but what is before the bijection, what cancels there counts.
         """
         if not result.parameters:
             lost = self._lost_before(back, grad, result)
