@@ -21,7 +21,6 @@ __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_fo
 ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
-LEAST = 0.1  # what drift counts at least for, where gradients seem small: a drifted walk may be wrong about them
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
@@ -140,8 +139,8 @@ class Drift:
     places: list[int]  # states that were compared, in the order of the walk: from the last to the first
     added: Tensor  # drift that has added up from the output to each of them: shape `(places,)`
     # What the gradient may be wrong by, relative to its size: the root mean square of what had added up where the
-    # gradient of each parameter was found, weighted by its size; at least `LEAST` times all of it, and all of it if
-    # the gradient of the input is wanted.
+    # gradient of each parameter was found, weighted by its size; at least the square of all of it, since sizes are wrong by about
+    # as much as the walk that found them; and all of it if the gradient of the input is wanted.
     total: Tensor
     mean: Tensor  # the same without these two
     size: Tensor | None = None  # the norm of the gradients of all parameters, if any were found
@@ -159,7 +158,7 @@ class Drift:
     def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
         """From the drifts at these places, and gradients with how many of them came before."""
         added = found.double().cumsum(0)
-        least = added[-1] if everywhere or not grads else LEAST * added[-1]
+        least = added[-1] if everywhere or not grads else added[-1].square()
         if not grads:
             return cls(places, added, least, least)
         size = sizes([g for _, g in grads])
