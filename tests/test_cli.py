@@ -1,6 +1,7 @@
 """The command line as users meet it: what it prints, which exit codes it ends with, which files it leaves."""
 
 import functools
+import io
 import json
 import os
 import shutil
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.console
 import torch
 
 import bilip
 from bilip import models
 from bilip.cli._ending import Stop
+from bilip.cli.cure import cure_table
+from bilip.cures.result import Attempt, Cure
 from bilip.record import USES, AuditRecord
 from in_process import command_line
 
@@ -889,3 +893,41 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert len(done.stdout) == 1
     assert "bilip:" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "files"),
+    [
+        ([*QUICK, "--html", "e.html", "--junit", "e.xml", "--summary", "e.md"], ["e.html", "e.xml", "e.md"]),
+        (["report", "good.json", "--html", "e.html", "--junit", "e.xml"], ["e.html", "e.xml"]),
+        (["report", "good.json", "--markdown", "--junit", "e.xml"], ["e.xml"]),
+        (["bounds", "cli_targets:additive", "--box", "-1", "1", "--out", "e.json"], ["e.json"]),
+    ],
+)
+@pytest.mark.process
+def test_a_reader_that_leaves_early_loses_no_file(made, args, files):
+    """`bilip audit ... --html page.html | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    subprocess.run([*COMMAND, *args], cwd=made, stdout=write, stderr=subprocess.PIPE, timeout=900)
+    os.close(write)
+    for name in files:
+        assert (made / name).stat().st_size
+        (made / name).unlink()
+
+
+def test_brackets_in_names_are_no_markup(bilip_, folder):
+    """`runs/[lr]` is a folder like any other; rich would take it for a style."""
+    shutil.copytree(folder / "saved", folder / "run[/lr]")
+    (folder / "[").mkdir()
+    code, out, err = bilip_("bounds", "run[/lr]", "--out", "[/b].json")
+    assert (code, err) == (0, "")
+    assert "run[/lr]: proven" in out
+    assert "wrote [/b].json" in out
+
+
+def test_what_was_tried_may_hold_brackets():
+    attempt = Attempt("settings", "x[/y]", "failed", reason="not[/this]")
+    console = rich.console.Console(width=120, file=io.StringIO())
+    console.print(cure_table(Cure("not cured", None, "", (), None, None, (attempt,))))  # type: ignore[arg-type]
+    assert "x[/y]: not[/this]" in console.file.getvalue()

@@ -37,5 +37,5 @@ def bar(*, quiet: bool = False, steps: bool = False) -> Bar:
         numbers = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
     else:
         numbers = (rich.TextColumn("{task.percentage:3.0f} %"), rich.TimeElapsedColumn())
-    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *numbers)
+    columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), *numbers)
     return rich.Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

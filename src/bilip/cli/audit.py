@@ -161,28 +161,30 @@ class _Written:
         require_page(self.html)
 
     def write(self, record: AuditRecord, required: list[str], not_measured: str, project: Path | None) -> None:
-        """Save the record, print it, then write what else was asked for."""
+        """Save the record, print it, write what else was asked for, and say where."""
         from bilip import report
         from bilip.record import write_aside
 
         if self.out is not None:  # first of all: what was measured must not be lost
             record.save(self._at(self.out))
-        report.print_terminal(record)
-        shown = Console(highlight=False, soft_wrap=True)
-        if self.out is not None:
-            shown.print(f"wrote {self.out}", markup=False)
-        if self.junit is not None:
-            write_aside(self._at(self.junit), report.to_junit(record, require=required, not_measured=not_measured))
-            shown.print(f"wrote {self.junit}", markup=False)
-        if self.summary is not None:
-            with self._at(self.summary).open("a", encoding="utf-8") as file:
-                file.write(report.to_markdown(record) + "\n")
-            shown.print(f"added to {self.summary}", markup=False)
-        if self.html is not None:
-            report.write_html(record, self._at(self.html))
-            shown.print(f"wrote {self.html}", markup=False)
+        lines = [] if self.out is None else [f"wrote {self.out}"]
+        try:
+            report.print_terminal(record)
+        finally:  # also where nobody reads on, as after `| head`
+            if self.junit is not None:
+                write_aside(self._at(self.junit), report.to_junit(record, require=required, not_measured=not_measured))
+                lines.append(f"wrote {self.junit}")
+            if self.summary is not None:
+                with self._at(self.summary).open("a", encoding="utf-8") as file:
+                    file.write(report.to_markdown(record) + "\n")
+                lines.append(f"added to {self.summary}")
+            if self.html is not None:
+                report.write_html(record, self._at(self.html))
+                lines.append(f"wrote {self.html}")
         if project is not None:
-            shown.print(f"settings of {project} [tool.bilip]", markup=False)
+            lines.append(f"settings of {project} [tool.bilip]")
+        for line in lines:
+            Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
     def _at(self, path: Path) -> Path:
         found = self.folder / path

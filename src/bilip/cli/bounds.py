@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bilip.cli._ending import Streams
@@ -42,19 +43,22 @@ def bounds(
         with Console(stderr=True).status("proving bounds ..."):
             bound = model.bounds(domain, latent=start, formula=formula)
         streams.restore()
-    table = Table(title=f"{target}: proven Lipschitz constants, log10", title_justify="left")
+    table = Table(title=escape(f"{target}: proven Lipschitz constants, log10"), title_justify="left")
     for k, head in enumerate(("block", "kind", "Lip f", "Lip f⁻¹", "total F", "total F⁻¹", "max |box|")):
         table.add_column(head, justify="left" if k < 2 else "right")
     for row in bound.rows():
         table.add_row(*row)
     console = Console()
-    console.print(table)
-    console.print(repr(bound), highlight=False, markup=False)
-    for remark in bound.remarks():
-        console.print(remark, highlight=False, markup=False)
+    try:
+        console.print(table)
+        console.print(repr(bound), highlight=False, markup=False)
+        for remark in bound.remarks():
+            console.print(remark, highlight=False, markup=False)
+    finally:  # also where nobody reads on, as after `| head`
+        if path is not None:
+            write_json(bound, target, path)
     if path is not None:
-        write_json(bound, target, path)
-        console.print(f"wrote {out}", highlight=False)
+        console.print(f"wrote {out}", highlight=False, markup=False)
 
 
 def write_json(bound, target: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bilip._progress import bar
@@ -139,7 +140,7 @@ def cure_table(result: Cure) -> Table:
             words = f"{attempt.what}: {attempt.reason}" if attempt.what else attempt.reason
         table.add_row(
             attempt.rung,
-            words,
+            escape(words),
             f"[{colour}]{attempt.outcome}[/{colour}]",
             "" if rise is None else f"{rise:+.3g}",
             f"{attempt.repair_seconds:.1f}" if attempt.outcome != "skipped" else "",
@@ -152,9 +153,9 @@ def _last_line(result: Cure) -> str:
     if result.status == "not needed":
         return f"Nothing to cure: {f'{asked} safe as it is' if asked else 'the audit finds no use unsafe'}."
     if result.status == "cured":
-        return f"[bold green]Cured[/bold green]: {asked} safe now. Done: {result.done}."
+        return f"[bold green]Cured[/bold green]: {asked} safe now. Done: {escape(result.done)}."
     if result.status == "best so far":
-        return f"[bold]The best so far[/bold], not safe: {result.done}."
+        return f"[bold]The best so far[/bold], not safe: {escape(result.done)}."
     tuned = any(a.rung == "re-range" and a.outcome != "skipped" for a in result.tried)
     more = "" if tuned else " Fine-tuning needs --train."
     return f"[bold red]Not cured[/bold red]: nothing that was tried makes {asked} safe.{more}"

@@ -25,16 +25,18 @@ def report(
     require_outputs({"--html": html, "--junit": junit}, [record])
     require_page(html)
     found = AuditRecord.load(record)
-    if markdown:
-        typer.echo(pages.to_markdown(found))
-    else:
-        pages.print_terminal(found)
-    if junit is not None:
-        write_aside(junit, pages.to_junit(found))
-        Console(highlight=False, stderr=True).print(f"wrote {junit}", markup=False)
-    if html is not None:
-        pages.write_html(found, html)
-        Console(highlight=False, stderr=True).print(f"wrote {html}", markup=False)
+    try:
+        if markdown:
+            typer.echo(pages.to_markdown(found))
+        else:
+            pages.print_terminal(found)
+    finally:  # also where nobody reads on, as after `| head`
+        if junit is not None:
+            write_aside(junit, pages.to_junit(found))
+            Console(highlight=False, stderr=True).print(f"wrote {junit}", markup=False)
+        if html is not None:
+            pages.write_html(found, html)
+            Console(highlight=False, stderr=True).print(f"wrote {html}", markup=False)
 
 
 def compare(
