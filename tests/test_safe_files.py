@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 import bilip
 import fuzz
 from bilip import models
+from bilip.cli._arguments import require_writable
 from bilip.data import as_source
 from bilip.data.images import load_plain
 from bilip.errors import BilipError, InputError, RecordError
@@ -255,3 +257,23 @@ def test_bad_input_of_every_kind_ends_in_one_line(kind, tmp_path, monkeypatch):
     torch.random.set_rng_state(before)
     assert set(found) <= {"accepted", "refused"}, [text for text in found if text not in ("accepted", "refused")]
     assert "refused" in found or kind == "model"
+
+
+def test_pipes_and_devices_are_writable_where_their_folder_is_not(monkeypatch, tmp_path):
+    """As for everybody but root: /dev is not theirs, `--out /dev/stdout` is."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_dir())
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null", "/dev/stdout", "/dev/fd/1"):
+        if os.path.exists(path):
+            require_writable(Path(path))
+    with pytest.raises(InputError, match="no permission"):
+        require_writable(tmp_path / "new.json")
+
+
+def test_a_link_to_nowhere_is_refused_before_the_work(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to("nowhere/there.json")
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        require_writable(link)
+    (tmp_path / "nowhere").mkdir()
+    require_writable(link)

@@ -124,13 +124,16 @@ def require_writable(path: Path | None) -> None:
     """Refuse a file that cannot be written: before a long audit, not after it."""
     if path is None:
         return
-    folder = path.parent if str(path.parent) else Path()
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder.")
+    if is_open_file(path) and path.exists():
+        return  # whoever may open it again, as `/dev/stdout`
+    folder = (Path(os.path.realpath(path)) if path.is_symlink() else path).parent
     if not folder.is_dir():
         why = f"{folder} is not a folder" if folder.exists() else f"the folder {folder} does not exist"
         raise InputError(f"cannot write {path}: {why}.")
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    replaced = path.is_file() or not path.exists()  # pipes and devices are written to where they are
+    if not os.access(path if path.exists() else folder, os.W_OK) or (replaced and not os.access(folder, os.W_OK)):
         raise InputError(f"cannot write {path}: no permission.")
 
 
