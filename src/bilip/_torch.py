@@ -23,6 +23,7 @@ __all__ = [
     "can_be_read",
     "can_record",
     "capturing",
+    "deepcopy_memo",
     "dtype_name",
     "half_digits",
     "has_room",
@@ -126,6 +127,28 @@ def can_be_read(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, as far as torch counts; -1 for an inference tensor, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
+    """What `copy.deepcopy` is told about tensors with a graph, which libraries keep from the last call and which it refuses to copy."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    left: list[Any] = list(module.modules())
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                found[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple, set)):
+            left.extend(value)
+        elif isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, (nn.Module, torch.distributions.Transform, torch.distributions.Distribution)):
+            left.extend(vars(value).values())
+    return found
 
 
 class EvalCache:

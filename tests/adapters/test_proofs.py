@@ -430,3 +430,11 @@ def test_what_cannot_be_rebuilt_from_its_parts_is_said(make):
     with pytest.raises(UnknownLipschitz, match="cannot be rebuilt from its parts") as caught:
         make().bounds(Box(-1, 1, shape=(4,)))
     assert "\n" not in str(caught.value)
+
+
+def test_a_net_may_keep_what_it_computed():
+    """A tensor with a graph, as of the last training step, cannot be copied."""
+    block = nflows_coupling("AdditiveCouplingTransform")
+    y = block(torch.randn(4, 5))[0]
+    block.kept = y
+    assert as_bijection(block).eval().bounds(Box(-1, 1, shape=(5,))).forward > 1

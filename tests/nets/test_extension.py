@@ -222,6 +222,35 @@ def _inverse_errors(block, z):
     return found, (found.x.double() - x).norm(dim=1)
 
 
+class Keeps(nn.Module):
+    """A net that keeps a tensor of its last call, as `torch.nn.utils.weight_norm` keeps a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        nn.init.eye_(self.linear.weight)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return 0.5 * self.kept.tanh()
+
+
+@pytest.mark.parametrize("kind", [blocks.Residual, blocks.NeuralODE, blocks.AdditiveCoupling])
+def test_a_declared_net_may_keep_what_it_computed(kind):
+    """A tensor with a graph cannot be copied; nor can a scripted module be told that it needs no gradients."""
+    x = torch.randn(3, 4 if kind is blocks.AdditiveCoupling else 2)
+    for net in (Keeps(), torch.jit.script(Keeps().linear)):
+        block = kind(Declared(net, lipschitz=1.0 if kind is not blocks.Residual else 0.5))
+        block(x).sum().backward()
+        assert block.bounds(Box(-1, 1, shape=x.shape[1:])).image.is_bounded
+    if kind is blocks.Residual:
+        block = kind(Declared(Keeps(), lipschitz=0.5))
+        with torch.no_grad():
+            z = block(x)
+        block(x)
+        assert bool(block.solve(z).converged.all())
+
+
 def test_a_declared_net_states_its_own_error():
     class Sine(nn.Module):
         def forward(self, x):

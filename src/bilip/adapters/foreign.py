@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from bilip._torch import deepcopy_memo
 from bilip.adapters._inspect import patched_class
 from bilip.blocks import Bijection, Chain, Flow
 from bilip.blocks.bijection import Reach, Step
@@ -177,7 +178,7 @@ class Foreign(Bijection):
     @torch.no_grad()
     def trace_shape(self, shape: Sequence[int], *, inverse: bool) -> tuple[int, ...]:
         """The shape that comes out, found by a run of an evaluation copy on constant numbers."""
-        copied = copy.deepcopy(self).eval()
+        copied = copy.deepcopy(self, deepcopy_memo(self)).eval()
         like = reference(self)
         x = torch.full((2, *shape), 0.5, dtype=like.dtype, device=like.device)
         try:
@@ -341,7 +342,7 @@ def _close(a: Tensor, b: Tensor, share: float = 1e-6) -> Tensor:
 
 
 def _copy(module: Bijection) -> Bijection:
-    return copy.deepcopy(module).double().cpu().eval()
+    return copy.deepcopy(module, deepcopy_memo(module)).double().cpu().eval()
 
 
 def _contexts(context: Box | None, shape: tuple[int, ...] | None, generator: torch.Generator) -> Tensor | None:
@@ -420,7 +421,7 @@ class ForeignBase(Base):
         held = [t for t in (*self.module.parameters(), *self.module.buffers()) if t.is_floating_point() and t.ndim]
         if all(t.dtype == like.dtype and t.device == like.device for t in held):
             return self.module
-        return copy.deepcopy(self.module).to(like)
+        return copy.deepcopy(self.module, deepcopy_memo(self.module)).to(like)
 
 
 def _in(like: Tensor, context: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bilip._torch import Replayed, can_record, dtype_name, half_digits, has_room
+from bilip._torch import Replayed, can_record, deepcopy_memo, dtype_name, half_digits, has_room
 from bilip.adapters import Adapted, Base, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.float32 import switches
@@ -415,28 +415,6 @@ class Subject:
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
-
-
-def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
-    """What `copy.deepcopy` is told about tensors with a graph, which libraries keep from the last call and which it refuses to copy."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    left: list[Any] = list(module.modules())
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            if not value.is_leaf:
-                found[id(value)] = value.detach().clone()
-        elif isinstance(value, (list, tuple, set)):
-            left.extend(value)
-        elif isinstance(value, dict):
-            left.extend(value.values())
-        elif isinstance(value, (nn.Module, torch.distributions.Transform, torch.distributions.Distribution)):
-            left.extend(vars(value).values())
-    return found
 
 
 def in_dtype(context: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bilip._linalg import solve_ex
+from bilip._torch import deepcopy_memo
 from bilip.adapters import Adapted
 from bilip.auditing.reference import Reference
 from bilip.auditing.round_trip import norms
-from bilip.auditing.subject import Subject, deepcopy_memo
+from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
 from bilip.cures.rung import Case, Rung, Skipped
 from bilip.cures.treated import CallWrapper, Plain, Stepwise, Treated, Wide, wrapped

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from bilip._torch import deepcopy_memo
 from bilip.adapters import Adapted, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.probes.blame import kind_of
-from bilip.auditing.subject import deepcopy_memo
 from bilip.cures.tuning import first_of, moved, scalar
 from bilip.errors import BilipError, InputError, said_by
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilip._torch import deepcopy_memo
 from bilip.adapters import Adapted, Base, adapt
 from bilip.adapters.foreign import reference
 from bilip.auditing.float32 import float32_products
-from bilip.auditing.subject import Subject, deepcopy_memo
+from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection, Flow
 from bilip.blocks.bijection import Directed
 from bilip.errors import InputError, said_by

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bilip._torch import deepcopy_memo
 from bilip.bounds import EPS, Box, as_float64, log_of, log_product, norms, shares
 from bilip.errors import NonFiniteParameters, UnknownLipschitz
 from bilip.nets import activations
@@ -551,13 +552,15 @@ def container(net: nn.Module) -> type | None:
 
 def float64_copy(net: nn.Module) -> nn.Module:
     """A float64 copy in evaluation mode that computes the same function: held layers keep the weight that acts in the original."""
-    copied = copy.deepcopy(net).double().eval()
+    copied = copy.deepcopy(net, deepcopy_memo(net)).double().eval()
     for original, layer in zip(net.modules(), copied.modules(), strict=True):
         for kind in (HeldLinear, HeldConv2d):
             if isinstance(original, kind) and type(original).held_weight is kind.held_weight:
                 layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
                 layer.coefficient = math.inf  # type: ignore[assignment]
-    return copied.requires_grad_(False)
+    for parameter in copied.parameters():  # a scripted module has no requires_grad_
+        parameter.requires_grad_(False)
+    return copied
 
 
 _DECLARE = "If you know its constant, declare it: bilip.nets.Declared(net, lipschitz=...)."
