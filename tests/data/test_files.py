@@ -320,6 +320,17 @@ def test_grey_images(tmp_path):
     assert as_source("photos", tmp_path).shape == (3, 6, 4)
 
 
+def test_folders_behind_links_are_read_too_and_none_twice(tmp_path):
+    """As where a part of a set is chosen by links to its classes."""
+    for name in ("cat", "dog"):
+        photo(tmp_path / "all" / name / "0.png")
+    chosen = tmp_path / "chosen"
+    photo(chosen / "ant" / "0.png")
+    (chosen / "dog").symlink_to(tmp_path / "all" / "dog")
+    (chosen / "dog" / "loop").symlink_to(chosen)
+    assert as_source("photos", chosen).count == 2
+
+
 def test_bad_folders(tmp_path):
     one_line(tmp_path, "holds no PNG or JPEG image")
     photo(tmp_path / "a.png")

@@ -167,6 +167,17 @@ def test_folders_of_some_classes_keep_the_numbers_of_the_set(tmp_path):
         prepare_images("cifar10", tmp_path, tmp_path / "other")
 
 
+def test_classes_behind_links_belong_to_the_set(tmp_path):
+    for name in ("cat", "airplane"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(pixels(1)[0]).save(tmp_path / name / "0.png")
+    train = tmp_path / "from" / "cifar10" / "train"
+    train.mkdir(parents=True)
+    (tmp_path / "cat").rename(train / "cat")
+    (train / "airplane").symlink_to(tmp_path / "airplane")
+    assert len(image_set("cifar10", "train", tmp_path / "from")) == 2
+
+
 @pytest.mark.parametrize("damage", ["flip", "labels", "fractions"])
 def test_damaged_mat_files(tmp_path, damage):
     digits = DRAW.integers(1, 11, (20, 1)) + {"labels": 20, "fractions": 0.5}.get(damage, 0)

@@ -23,7 +23,7 @@ from bilip.errors import InputError, MissingExtra, need
 from bilip.record.files import open_regular
 from bilip.record.header import read_header
 
-__all__ = ["SUFFIXES", "FolderRows", "open_file", "pillow"]
+__all__ = ["FolderRows", "image_files", "open_file", "open_image", "pillow"]
 
 READABLE = ".npy, .npz, .csv, .pt, .safetensors, or a folder of PNG or JPEG images"
 MOST = 2**50  # bytes of a file, which is read row by row
@@ -348,7 +348,7 @@ class FolderRows(Rows):
 
     def __init__(self, folder: Path) -> None:
         pillow()  # what is missing is said first
-        self.paths = sorted(p for p in folder.absolute().rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        self.paths = image_files(folder.absolute())
         if not self.paths:
             raise InputError(f"{folder} holds no PNG or JPEG image.")
         size, grey = (0, 0), True
@@ -378,6 +378,23 @@ class FolderRows(Rows):
                 raise InputError(f"{path} has changed since its size was read.")
             out[k] = pixels.reshape(*self.shape[1:], self.shape[0]).transpose(2, 0, 1)
         return torch.from_numpy(out)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The PNG and JPEG images below a folder, in the order of their paths. Links are followed, and no folder is entered twice."""
+    found: list[Path] = []
+    entered: set[str] = set()
+    for place, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            below.clear()
+            continue
+        entered.add(real)
+        below.sort()
+        found += [
+            path for path in map(Path(place).joinpath, names) if path.suffix.lower() in SUFFIXES and path.is_file()
+        ]
+    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bilip.data.files import SUFFIXES, open_image, pillow
+from bilip.data.files import image_files, open_image, pillow
 from bilip.data.images import BATCHES, CIFAR10_CLASSES, Images, cifar10_batches, labelled, load_images
 from bilip.errors import DataNotFound, InputError, MissingExtra, said_by
 
@@ -301,7 +301,7 @@ def _read(about: ImageSet, split: str, root: Path, pictures: Sequence[Path]) -> 
             return _Found(_mat(path), path.name, path)
     for place in pictures:
         if place.is_dir():
-            paths = sorted(p for p in place.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+            paths = image_files(place)
             if paths:
                 _require_one_part(about, place, paths)
                 return _Found(_pictures(about, place, paths), "images in folders", place)
