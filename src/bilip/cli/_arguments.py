@@ -74,6 +74,10 @@ def import_named(target: str) -> object:
     module, colon, name = target.partition(":")
     if not colon or not module or not name:
         raise InputError(f"{target!r} is neither a checkpoint folder nor of the form package.module:function.")
+    if module.endswith(".py") or "/" in module:
+        raise InputError(
+            f"{target} names a file: expected a module, as in {Path(module).stem}:{name}, in the folder that holds it."
+        )
     sys.path.insert(0, "")
     try:
         found = importlib.import_module(module)
@@ -102,6 +106,8 @@ def named_files(entries: list[str]) -> dict[str, str]:
         name, equals, path = entry.partition("=")
         if not equals or not name or Path(entry).exists():
             name, path = Path(entry).stem or "data", entry
+        if not path:  # a variable that is empty; Python takes it for the working folder
+            raise InputError(f"--data {entry!r} names no file: expected FILE or NAME=FILE.")
         if name in found:
             raise InputError(f"--data: two sources are called {name!r}. Give each a name, as in --data other={path}.")
         found[name] = lying(path)
