@@ -135,6 +135,23 @@ def test_what_is_safe_is_handed_back_as_a_copy_and_a_folder_holds_one_cure(tmp_p
         bilip.cures.restore(bilip_flow(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"version": 2}, "version 2; this bilip reads version 1"),
+        ({"steps": 3}, "says was done cannot be done to Flow"),
+        ({"steps": [3]}, "says was done cannot be done to Flow"),
+        ({"steps": [{"rung": "fly", "settings": {}}]}, "says was done cannot be done to Flow .KeyError: 'fly'"),
+        ({"steps": [{"rung": "re-range", "settings": {}}]}, "says was done cannot be done to Flow .KeyError: 'widths'"),
+    ],
+)
+def test_a_damaged_list_of_steps_is_one_line(tmp_path, changed, said):
+    document = {"format": "bilip-cure", "version": 1, "status": "cured", "steps": []}
+    (tmp_path / "cure.json").write_text(json.dumps(document | changed))
+    with pytest.raises(CheckpointError, match=said):
+        bilip.cures.restore(bilip_flow(), tmp_path)
+
+
 def test_what_needs_a_loss_is_skipped_and_named_without_one():
     seen = []
     result = inverted(bilip_flow(-12.0), each=seen.append)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from bilip.cures.rung import RUNGS
 from bilip.cures.treated import Treated, copied
-from bilip.errors import CheckpointError, need, said_by
+from bilip.errors import BilipError, CheckpointError, need, said_by
 from bilip.record import AuditRecord, environment, read_json, write_aside, write_json
 
 __all__ = ["FILES", "Attempt", "Cure", "require_folder", "restore"]
 
+VERSION = 1
 FILES = ("model.safetensors", "before.json", "after.json", "cure.json")
 """What a cure writes; the last one last: a folder without it is not whole."""
 
@@ -126,7 +127,7 @@ class Cure:
         """What was done, as JSON values; the audits have files of their own."""
         return {
             "format": "bilip-cure",
-            "version": 1,
+            "version": VERSION,
             "status": self.status,
             "done": self.done,
             "uses": list(self.uses),
@@ -194,16 +195,23 @@ def restore(model: Any, folder: str | Path) -> Any:
     document = read_json(source / "cure.json")
     if not isinstance(document, dict) or document.get("format") != "bilip-cure":
         raise CheckpointError(f"{source / 'cure.json'} was not written by a cure.")
+    if document.get("version") != VERSION:
+        raise CheckpointError(
+            f"{source / 'cure.json'} has version {document.get('version')!r:.40}; this bilip reads version {VERSION}."
+        )
     if document.get("status") == "not cured":
         raise CheckpointError(f"{source} holds no model: nothing that was tried made it safe.")
     treated = copied(model)
-    for step in document.get("steps", []):
-        rung = RUNGS.get(str(step.get("rung")))
-        if rung is None:
-            raise CheckpointError(
-                f"{source / 'cure.json'} names the rung {step.get('rung')!r:.40}, which this bilip does not know."
-            )
-        treated = rung().apply(treated, dict(step["settings"]))
+    try:
+        for step in document["steps"]:
+            treated = RUNGS[step["rung"]]().apply(treated, dict(step["settings"]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, BilipError):
+            raise
+        raise CheckpointError(
+            f"what {source / 'cure.json'} says was done cannot be done to {type(model).__name__} ({said_by(error)}): pass a model "
+            "built like the one that was cured, or cure it again."
+        ) from error
     try:
         treated.load(_read_state(source))
     except (RuntimeError, KeyError) as error:
