@@ -34,6 +34,7 @@ def demo(
     with bar() as shown:
         task = shown.add_task("loading", total=1.0)
         found = run_demo(budget, lambda text, share: shown.update(task, description=text[:60], completed=share))
+    report.write_html(found.records, html, title="bilip demo: three flows on a checkerboard, and a cure")
     console.print(_table(found.records))
     console.print(
         "Three flows trained on one checkerboard on [-4, 4]²: affine coupling with a scale in (0, 1) or (0.5, 1), and "
@@ -44,7 +45,6 @@ def demo(
     console.print()
     for line in _story(found.broken, found.cure):
         console.print(line)
-    report.write_html(found.records, html, title="bilip demo: three flows on a checkerboard, and a cure")
     console.print(f"\nThe whole report: [bold]{html}[/bold]   (open it in a browser)")
     console.print(
         "Next, for a model of yours:  bilip audit my_module:my_model --data x.npy --html report.html", markup=False
