@@ -265,6 +265,10 @@ def bounds_without_stdout():
     sys.stdout.close()
     return bare()
 
+def regularized():
+    held = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 8))
+    return blocks.AdditiveCoupling(nn.Sequential(held, nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2)))
+
 def signals():
     return bilip.Flow(bilip.Chain(Signals(), shape=(4,)))
 """
@@ -824,6 +828,14 @@ def test_global_bounds_of_a_function_and_of_a_checkpoint(bilip_, target, kind, c
     assert code == 0, err
     assert out.count(kind) == count
     assert "total F" in out
+
+
+def test_bounds_are_those_of_a_model_in_evaluation_mode(bilip_):
+    """As a constructor leaves it a model is in training mode; nobody can call `.eval()` on the command line."""
+    code, out, err = bilip_("bounds", "cli_targets:regularized")
+    assert (code, err) == (0, "")
+    assert "AdditiveCoupling" in out
+    assert "cannot be put into evaluation mode" in bilip_("bounds", "cli_targets:Stubborn")[2]
 
 
 def test_bounds_of_a_model_made_in_inference_mode(bilip_):

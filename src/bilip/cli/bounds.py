@@ -27,21 +27,22 @@ def bounds(
     formula: Annotated[str, typer.Option(help="sharp or paper.")] = "sharp",
     out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None,
 ) -> None:
-    """Print proven bounds on Lip(F) and Lip(F^-1), per block and in total.
+    """Print proven bounds on Lip(F) and Lip(F^-1) of a model in evaluation mode, per block and in total.
 
     Without a box the bounds hold everywhere; a model without a global bound then ends in an error that says so.
     """
+    from bilip.auditing.subject import Subject
     from bilip.bounds import Box
     from bilip.cli._arguments import load_model, read_for, require_outputs
 
     require_outputs({"--out": out}, read_for(target))
     path = out and out.absolute()  # a model may change the working folder
     with Streams() as streams:
-        model = load_model(target).bijection
+        model = Subject.of(load_model(target), target)
         domain = None if box is None else Box(*box)
         start = None if latent is None else Box(*latent)
-        with Console(stderr=True).status("proving bounds ..."):
-            bound = model.bounds(domain, latent=start, formula=formula)
+        with Console(stderr=True).status("proving bounds ..."), model.evaluating():
+            bound = model.bijection.bounds(domain, latent=start, formula=formula)
         streams.restore()
     table = Table(title=escape(f"{target}: proven Lipschitz constants, log10"), title_justify="left")
     for k, head in enumerate(("block", "kind", "Lip f", "Lip f⁻¹", "total F", "total F⁻¹", "max |box|")):
