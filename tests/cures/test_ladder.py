@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from bilip.cures import RUNGS, reranging
 from bilip.cures.rung import Rung
 from bilip.cures.treated import copied, wrapped
 from bilip.cures.tuning import Tuning, first_of
-from bilip.errors import CheckpointError, InputError
+from bilip.errors import BilipError, CheckpointError, InputError
+from bilip.record.files import UNSEALED, seal
 from catalogue import Map
 from in_process import command_line
 from stacks import FLOWS, bilip_flow, freia_flow, nflows_flow, zuko_maf
@@ -146,10 +148,24 @@ def test_what_is_safe_is_handed_back_as_a_copy_and_a_folder_holds_one_cure(tmp_p
     ],
 )
 def test_a_damaged_list_of_steps_is_one_line(tmp_path, changed, said):
-    document = {"format": "bilip-cure", "version": 1, "status": "cured", "steps": []}
-    (tmp_path / "cure.json").write_text(json.dumps(document | changed))
+    document = {"format": "bilip-cure", "version": 1, "status": "cured", "steps": [], "sha256": UNSEALED}
+    (tmp_path / "cure.json").write_bytes(seal(json.dumps(document | changed).encode()))
     with pytest.raises(CheckpointError, match=said):
         bilip.cures.restore(bilip_flow(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cure.json", "model.safetensors"])
+def test_a_flipped_bit_in_a_saved_cure_is_found(tmp_path, name):
+    cure(bilip_flow(-0.1), points()).save(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    for place in range(0, len(data), len(data) // 20):
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        (tmp_path / name).write_bytes(flipped)
+        with pytest.raises(BilipError, match=re.escape(str(tmp_path))):
+            bilip.cures.restore(bilip_flow(-0.3), tmp_path)
+    (tmp_path / name).write_bytes(data)
+    bilip.cures.restore(bilip_flow(-0.3), tmp_path)
 
 
 def test_what_needs_a_loss_is_skipped_and_named_without_one():
@@ -567,7 +583,7 @@ def test_a_cure_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
     def full(*_):
         raise InputError("No space left on device")
 
-    monkeypatch.setattr("bilip.cures.result.write_json", full)
+    monkeypatch.setattr("bilip.cures.result.seal", full)
     with pytest.raises(InputError, match="No space"):
         result.save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held

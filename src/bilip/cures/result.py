@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -14,11 +15,14 @@ from torch import Tensor
 from bilip.cures.rung import RUNGS
 from bilip.cures.treated import Treated, copied
 from bilip.errors import BilipError, CheckpointError, need, said_by
-from bilip.record import AuditRecord, environment, read_json, write_aside, write_json
+from bilip.record import AuditRecord, environment, write_aside
+from bilip.record.files import UNSEALED, is_whole, read_file, seal
+from bilip.record.plain import from_plain, json_text, parse_json
 
 __all__ = ["FILES", "Attempt", "Cure", "require_folder", "restore"]
 
 VERSION = 1
+MOST, MOST_WEIGHTS = 2**28, 2**37  # bytes that are read of a list of steps, and of weights
 FILES = ("model.safetensors", "before.json", "after.json", "cure.json")
 """What a cure writes; the last one last: a folder without it is not whole."""
 
@@ -162,14 +166,16 @@ class Cure:
             raise CheckpointError(f"cannot write to the folder {target} ({error.strerror}).") from error
 
     def _write(self, folder: Path) -> None:
+        checksum = None
         if self.chosen is not None and self.chosen.treated is not None:
-            _write_state(folder, self.chosen.treated.state())
+            checksum = _write_state(folder, self.chosen.treated.state())
         elif self.model is not None:
-            _write_state(folder, copied(self.model).state())
+            checksum = _write_state(folder, copied(self.model).state())
         self.before.save(folder / "before.json")
         if self.after is not None:
             self.after.save(folder / "after.json")
-        write_json(folder / "cure.json", self.plain())
+        document = {**self.plain(), "sha256_of_weights": checksum, "sha256": UNSEALED}
+        write_aside(folder / "cure.json", seal(json_text(document).encode()))
 
 
 def require_folder(folder: Path) -> None:
@@ -192,12 +198,19 @@ def restore(model: Any, folder: str | Path) -> Any:
         The cured model, in evaluation mode.
     """
     source = Path(folder)
-    document = read_json(source / "cure.json")
+    raw = read_file(
+        source / "cure.json", most=MOST, error=CheckpointError, missing="does not exist; Cure.save writes it."
+    )
+    document = from_plain(parse_json(raw, str(source / "cure.json")))
     if not isinstance(document, dict) or document.get("format") != "bilip-cure":
         raise CheckpointError(f"{source / 'cure.json'} was not written by a cure.")
     if document.get("version") != VERSION:
         raise CheckpointError(
             f"{source / 'cure.json'} has version {document.get('version')!r:.40}; this bilip reads version {VERSION}."
+        )
+    if not is_whole(raw, document.get("sha256")):
+        raise CheckpointError(
+            f"{source / 'cure.json'} is damaged or was edited: its checksum is another one. Cure the model again."
         )
     if document.get("status") == "not cured":
         raise CheckpointError(f"{source} holds no model: nothing that was tried made it safe.")
@@ -213,7 +226,7 @@ def restore(model: Any, folder: str | Path) -> Any:
             "built like the one that was cured, or cure it again."
         ) from error
     try:
-        treated.load(_read_state(source))
+        treated.load(_read_state(source, document.get("sha256_of_weights")))
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"the weights in {source} do not fit {type(model).__name__} ({said_by(error)})."
@@ -221,18 +234,23 @@ def restore(model: Any, folder: str | Path) -> Any:
     return treated.evaluated().model
 
 
-def _write_state(folder: Path, state: Mapping[str, Tensor]) -> None:
+def _write_state(folder: Path, state: Mapping[str, Tensor]) -> str:
+    """Write the weights, and return their checksum."""
     safetensors = need("safetensors.torch", "saving a cured model", "train")
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    write_aside(folder / "model.safetensors", safetensors.save(tensors))
+    data = safetensors.save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
+    write_aside(folder / "model.safetensors", data)
+    return hashlib.sha256(data).hexdigest()
 
 
-def _read_state(folder: Path) -> dict[str, Tensor]:
+def _read_state(folder: Path, checksum: object) -> dict[str, Tensor]:
     safetensors = need("safetensors.torch", "loading a cured model", "train")
     path = folder / "model.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; Cure.save writes it.")
+    data = read_file(path, most=MOST_WEIGHTS, error=CheckpointError, missing="does not exist; Cure.save writes it.")
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise CheckpointError(
+            f"{path} is damaged, or not the one that cure.json belongs to: its checksum is another one."
+        )
     try:
-        return safetensors.load(path.read_bytes())
+        return safetensors.load(data)
     except Exception as error:
         raise CheckpointError(f"{path} is not a readable safetensors file ({said_by(error)}).") from error

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from bilip.errors import BilipError, RecordError
 from bilip.record.files import read_file, write_aside
 
-__all__ = ["from_plain", "parse_json", "read_json", "to_plain", "write_json"]
+__all__ = ["from_plain", "json_text", "parse_json", "read_json", "to_plain", "write_json"]
 
 NESTING = 48
 MOST = 2**28  # bytes of a JSON file
@@ -71,8 +71,20 @@ def from_plain(value: Any) -> Any:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value as strict JSON, whole or not at all; a list of numbers is one line."""
+    write_aside(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """What `write_json` writes.
+
+    Example:
+        >>> print(json_text({"worst": [1.5, float("nan")]}), end="")
+        {
+         "worst": [1.5, "nan"]
+        }
+    """
     text = json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n"
-    write_aside(path, _NUMBERS.sub(lambda found: f"[{_BREAK.sub(' ', found[1])}]", text))
+    return _NUMBERS.sub(lambda found: f"[{_BREAK.sub(' ', found[1])}]", text)
 
 
 def parse_json(data: str | bytes, where: str, *, strict: bool = True, advice: str = "It may be truncated.") -> Any:
