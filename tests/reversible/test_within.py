@@ -535,6 +535,43 @@ def test_one_draw_of_weights_that_cancels_by_chance_does_not_decide(monkeypatch)
     assert min(known) > lost / 5
 
 
+class Narrow(nn.Module):
+    """A net in 16 bits behind a state in 32, as autocast runs it."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.net(x).float()
+
+
+@pytest.mark.parametrize("below", [1, 2, 4])
+def test_a_loss_that_is_scaled_to_what_16_bits_hold_is_looked_at_all_the_same(below):
+    """As a `GradScaler` scales it. What cancels is small beside it, and does not cancel as weighed at random: that is not held."""
+    torch.manual_seed(0)
+    model = models.real_nvp(8, blocks=8, hidden=(16,), activation="tanh")
+    squash(model[3], 1e-3)
+    for block in model:
+        block.t = Narrow(block.t)
+    x = torch.randn(16, 8)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def scaled(scale):
+        return lambda f, pairs: scale * halves_apart(f, pairs)
+
+    def is_finite(scale):
+        return all(g.isfinite().all() for g in gradient(model, model, pairs, scaled(scale)))
+
+    most = max(2.0**k for k in range(40) if is_finite(2.0**k))
+    loss = scaled(most / below)
+    guarded = Reversible(model, Guard(spot_check=0))
+    found = gradient(guarded, model, pairs, loss)
+    assert off(found, gradient(model, model, pairs, loss)) < 1e-3
+    assert guarded._watch.within[False].gains  # measured: no guess that rests
+
+
 def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown

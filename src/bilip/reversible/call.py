@@ -47,6 +47,8 @@ CLOSE = 1e-4
 # Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
 # before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
 CANCELS = 5
+# Where nets run in 16 bits, gradients that are scaled up to what these hold, and do not cancel as weighed at random, would be too large.
+SCALES = (1.0, 2.0**-8, 2.0**-16)
 LOOKS = 4  # draws of random weights where what cancels within a call may decide whether it is repaired
 
 
@@ -272,10 +274,17 @@ class Call:
         return lost
 
     def _gain(self, watch: Watch, back: Backward, draw: int, size: Tensor) -> float:
-        """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random."""
-        mixed = Size()
-        self._walk(back.weighed(LOOKS * watch.steps + draw), watched=False, signs=self.signs, result=mixed)
-        return float(mixed.total() / size)
+        """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random; infinite where
+        that is more than a dtype holds.
+        """
+        for scale in SCALES:
+            mixed = Size()
+            weighed = back.weighed(LOOKS * watch.steps + draw, scale)
+            self._walk(weighed, watched=False, signs=self.signs, result=mixed)
+            gain = float(mixed.total() / size) / scale
+            if math.isfinite(gain):
+                return gain
+        return math.inf
 
     def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
         """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
@@ -564,9 +573,9 @@ class Backward:
         finite = torch.isfinite(torch.stack(largest))
         return finite[:2].all() | ~finite[2:].all()
 
-    def weighed(self, seed: int) -> Backward:
-        """The gradients times random numbers, so that they add up as independent ones do."""
-        samples, each = weights(self.grad, seed, entries=self.z.ndim == 2)
+    def weighed(self, seed: int, scale: float = 1.0) -> Backward:
+        """The gradients times random numbers, so that they add up as independent ones do; all of them times a scale."""
+        samples, each = (scale * w for w in weights(self.grad, seed, entries=self.z.ndim == 2))
         grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
         return replace(self, grad=self.grad * each.to(self.grad), grad_log=grad_log)
 
