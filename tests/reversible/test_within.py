@@ -166,6 +166,37 @@ def test_what_is_trained_before_a_frozen_flow(where):
     stays_right(model, pairs, difference, first)
 
 
+class Lifted(nn.Module):
+    """A net of images that adds the same context to every pixel."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.into, self.lift, self.out = nn.Conv2d(2, 16, 1), nn.Linear(context, 16), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x, context):
+        return self.out((self.into(x) + self.lift(context)[:, :, None, None]).tanh())
+
+
+@pytest.mark.parametrize("kind", ["encoded", "own", "one for all"])
+def test_a_context_adds_up_the_pixels_of_a_frozen_flow(kind):
+    """Of each sample, so that a loss that subtracts pixels leaves little of its gradient."""
+    torch.manual_seed(0)
+    parts = [blocks.AffineCoupling(Lifted(4), partition=blocks.Split(swap=k % 2 == 1)) for k in range(8)]
+    with torch.no_grad():
+        parts[3].t.out.bias[2:] -= 8
+    model = Chain(*parts, shape=(4, 8, 8)).requires_grad_(False)
+    x = torch.randn(4, 4, 8, 4).repeat_interleave(2, dim=3)
+    x[..., 1::2] += 1e-3 * torch.randn(4, 4, 8, 4)
+    first, h = nn.Linear(4, 4), torch.randn(4, 4)
+    prompt = nn.ParameterList([torch.randn(4 if kind == "own" else 1, 4)])
+
+    def difference(f, x):
+        z = f(x, {"encoded": first(h), "own": prompt[0], "one for all": prompt[0].expand(4, 4)}[kind])
+        return (z[..., 1::2] - z[..., ::2]).tanh().mean()
+
+    stays_right(model, x, difference, first if kind == "encoded" else prompt)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_context_that_is_trained_and_serves_all_samples(frozen):
     class Prompted(nn.Sequential):

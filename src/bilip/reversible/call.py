@@ -289,9 +289,11 @@ class Call:
     def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
         """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
         of_input, of_context = back.upstream
-        ends = [grad] if of_input else []
-        if of_context and result.context is not None:  # one for all samples is added up already
-            ends.append(result.context if result.context.shape[:1] == grad.shape[:1] else grad)
+        each = result.context is not None and result.context.shape[:1] == grad.shape[:1]
+        ends = [result.context] if of_context and each else []
+        # What a context has added up already, the samples where it is one for all and the positions, is seen at the input.
+        if of_input or (result.context is not None and (not each or grad.ndim > 2)):
+            ends.append(grad)
         return usual(cancelled(*ends)) if ends else torch.ones((), dtype=torch.float64, device=grad.device)
 
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
