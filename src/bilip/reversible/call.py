@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -230,14 +230,14 @@ class Call:
         share = 1.0 if self._closes_well(watch, back, result, lost * drift.total) else self.share
         if self._drifted(watch, drift, back.gives_finite(grad), back.x, share, lost) or self._spot_check(watch, back):
             return self._exact(watch, back)
-        if self._cancels(watch, result, lost * drift.mean):
+        if self._cancels(watch, back, grad, result, lost * drift.mean):
             watch.repaired += 1
             return self._recompute(back)
         return grad, result
 
     def _exact(self, watch: Watch, back: Backward) -> tuple[Tensor, Sum]:
         grad, result = self._recompute(back)
-        self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
+        self._cancels(watch, back, grad, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
     def _lost_within(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Drift) -> float | Tensor:
@@ -296,6 +296,19 @@ class Call:
             ends.append(grad)
         return usual(cancelled(*ends)) if ends else torch.ones((), dtype=torch.float64, device=grad.device)
 
+    def _outward(self, back: Backward, grad: Tensor, result: Sum) -> dict[Hashable, Tensor]:
+        """The gradients of a frozen bijection that are added to those of its other calls: of the input and the context, where wanted; their
+        sum over the samples, in place of what that input or context is computed from, if it is.
+        """
+        found: dict[Hashable, Tensor] = {}
+        ends = ("input", back.x, grad), ("context", back.context, result.context)
+        for (name, tensor, g), upstream in zip(ends, back.upstream, strict=True):
+            if upstream and g is not None:
+                found[name, self.inverse, g.shape[1:]] = g.sum(0)
+            elif tensor is not None and tensor.requires_grad and g is not None:
+                found[tensor] = g
+        return found
+
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
         """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
         right: how much cancels is no longer a guess, and the walk need not be held to a share of the tolerance for it.
@@ -305,9 +318,10 @@ class Call:
         found = watch.together.closed_by(self, result.parameters, drift)
         return found is not None and bool(found <= watch.guard.limit(self.dtype))
 
-    def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
+    def _cancels(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Tensor) -> bool:
         """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
-        together = watch.together.add(self, result.parameters, drift)
+        grads = result.parameters or self._outward(back, grad, result)
+        together = watch.together.add(self, grads, drift)
         if together is None:
             return False
         found, subtracts = together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -173,7 +173,7 @@ class Drift:
 
 
 # Gradients of some calls, what their sum is wrong by, and whether all of them are behind losses that subtract.
-Found = tuple[dict[Tensor, Tensor], Tensor, bool]
+Found = tuple[dict[Hashable, Tensor], Tensor, bool]
 
 
 class Together:
@@ -192,7 +192,7 @@ class Together:
         """Take note of a call that was made."""
         self.waiting[id(call)] = call
 
-    def add(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> tuple[Tensor, bool] | None:
+    def add(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> tuple[Tensor, bool] | None:
         """What the gradients found so far in this backward pass may be wrong by, over the size of their sum, and whether all of them are
         behind losses that subtract; `None` for one alone.
 
@@ -217,7 +217,7 @@ class Together:
             self.found[task] = total, wrong, subtracts
         return None if before is None else (_relative(wrong, total), subtracts)
 
-    def closed_by(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
+    def closed_by(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
         if others are waiting or none came before, so that nobody knows what will cancel.
         """
@@ -231,7 +231,7 @@ class Together:
         return Together, ()
 
 
-def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, *, subtracts: bool) -> Found:
+def _added(before: Found | None, grads: Mapping[Any, Tensor], drift: Tensor, *, subtracts: bool) -> Found:
     """The sum with the gradients of one call more, and what it is wrong by."""
     total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
     if before is not None:
@@ -241,7 +241,7 @@ def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, 
     return total, wrong, subtracts
 
 
-def _relative(wrong: Tensor, grads: Mapping[Tensor, Tensor]) -> Tensor:
+def _relative(wrong: Tensor, grads: Mapping[Any, Tensor]) -> Tensor:
     """Relative to their size; of gradients that are zero and right, as those of a hinge that is satisfied, nothing is wrong."""
     return torch.where(wrong == 0, 0.0, wrong / torch.linalg.vector_norm(sizes(list(grads.values()))))
 
