@@ -422,6 +422,29 @@ def test_a_resumed_training_looks_where_one_without_a_break_does(break_at, monke
     assert older.report().steps == break_at
 
 
+def test_captured_steps_go_on_with_the_numbers_of_a_state_that_is_loaded():
+    """They read and write the tensors that they were recorded with, whatever is loaded behind them."""
+    model, x = planted(1e-2)
+    pairs = torch.cat([x, x + 1e-2 * torch.randn_like(x)])
+    one, other, fresh = (Reversible(model, Guard(spot_check=0)) for _ in range(3))
+    for f, steps in ((one, 2), (other, 5)):
+        for _ in range(steps):
+            gradient(f, model, pairs, halves_apart)
+    watch = one._watch
+    counter, gain = watch.counters[x.device], watch.within[False].gain
+    for source in (other, fresh):
+        state = source.guard_state()
+        one.load_guard_state(state)
+        assert watch.counters[x.device] is counter
+        assert watch.within[False].gain is gain
+        assert int(counter) == state["count"]
+        within = source._watch.within
+        assert float(gain) == max(within[False].gains if within else [0.0])
+        assert one.guard_state()["count"] == state["count"]
+        gradient(one, model, pairs, halves_apart)
+        assert float(gain) == max(watch.within[False].gains)
+
+
 @pytest.mark.parametrize("step", [1e-3, 1e-4])
 def test_a_captured_step_is_held_as_those_before_it_were_and_asks_for_more(step, monkeypatch):
     """It cannot stop to look; its flag says that it has to be run again."""

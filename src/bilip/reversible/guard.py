@@ -323,8 +323,11 @@ class Watch:
         within = {bool(way): Within.of(*one) for way, *one in state["within"]}
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
+        for way, one in self.within.items():
+            within.setdefault(way, Within()).read_from(one.gain)
+        for counter in self.counters.values():  # in place: captured steps go on from them
+            counter.fill_(self.count)
         self.drift, self.worst, self.anchors, self.names, self.within = drift, worst, anchors, names, within
-        self.counters.clear()
 
     def counts(self) -> dict[str, int]:
         """What is counted on the host, which a replay of a captured step does not do."""

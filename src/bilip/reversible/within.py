@@ -49,6 +49,12 @@ class Within:
         made.since = int(since)
         return made
 
+    def read_from(self, gain: Tensor | None) -> None:
+        """Keep the largest on the device in this number, since captured steps read it already."""
+        self.gain = gain
+        if gain is not None:
+            gain.fill_(max(self.gains, default=0.0))
+
     def expected(self, left: Tensor, size: Tensor) -> Tensor:
         """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual, or unknown.
 
