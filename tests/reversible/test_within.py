@@ -465,6 +465,24 @@ def test_a_captured_step_is_held_as_those_before_it_were_and_asks_for_more(step,
     assert guarded.drift_flag() > 1
 
 
+def test_a_captured_step_before_which_none_was_looked_at_asks_for_a_look(monkeypatch):
+    """As where the steps that warm up have rested. The step that is run again looks, and the next replay knows."""
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    guarded = Reversible(model, Guard(spot_check=0))
+
+    def flag_of(loss):
+        with monkeypatch.context() as patched:
+            patched.setattr(call, "capturing", lambda x: True)
+            gradient(guarded, model, pairs, loss)
+        return float(guarded.drift_flag())
+
+    assert flag_of(halves_apart) > 1
+    gradient(guarded, model, pairs)
+    guarded.drift_flag().zero_()
+    assert flag_of(loss_of) <= 1
+
+
 @pytest.mark.parametrize("squared", [False, True], ids=["difference", "squared"])
 @pytest.mark.parametrize("step", [4e-3, 2e-3])
 def test_a_captured_step_expects_more_to_cancel_where_less_is_left(step, squared, monkeypatch):
@@ -629,8 +647,9 @@ def test_a_loss_that_is_scaled_to_what_16_bits_hold_is_looked_at_all_the_same(be
 def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown
+    assert within.expected(one, one, NOTHING) == NOTHING
     within.measured(1.0, 2.0)
-    assert within.expected(one, one) == 1
+    assert within.expected(one, one, NOTHING) == 1
     assert within.expected(one / 10, one) == pytest.approx(20)
     assert within.expected(0 * one, 0 * one) == 1
     assert within.expected(0 * one, one) == float("inf")
