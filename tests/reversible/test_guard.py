@@ -1087,7 +1087,8 @@ class Looked(nn.Module):
         return self.layer(x) + self.table(torch.arange(len(x)) % 2)
 
 
-def test_sparse_gradients():
+@pytest.mark.parametrize("spot_check", [0, 1])
+def test_sparse_gradients(spot_check):
     torch.manual_seed(0)
     model = Chain(
         blocks.AdditiveCoupling(Looked()), blocks.AdditiveCoupling(Looked(), blocks.Split(swap=True)), shape=(6,)
@@ -1099,7 +1100,9 @@ def test_sparse_gradients():
         (loss_of(f, x) + loss_of(f, x.flip(1))).backward()
         return [p.grad.to_dense() for p in model.parameters()]
 
-    assert off(dense(Reversible(model)), dense(model)) < 1e-5
+    guarded = Reversible(model, Guard(spot_check=spot_check))
+    assert off(dense(guarded), dense(model)) < 1e-5
+    assert guarded.report().spot_checks == 2 * spot_check
 
 
 def test_no_false_alarm_of_the_spot_check(recwarn):

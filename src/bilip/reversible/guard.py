@@ -463,9 +463,12 @@ def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
         >>> round(angle([torch.tensor([1.0, 0.0])], [torch.tensor([1.0, 1.0])]), 4)
         0.7854
     """
-    a = torch.cat([t.detach().double().flatten() for t in u]) if u else torch.zeros(1)
-    b = torch.cat([t.detach().double().flatten() for t in v]) if v else torch.zeros(1)
+    a, b = (torch.cat([_dense(t).double().flatten() for t in one]) if one else torch.zeros(1) for one in (u, v))
     if not a.any() and not b.any():
         return 0.0
     a, b = a / a.norm(), b / b.norm()
     return float(2 * torch.atan2((a - b).norm(), (a + b).norm()))
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.detach().to_dense() if grad.is_sparse else grad.detach()
