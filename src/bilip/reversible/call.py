@@ -305,7 +305,7 @@ class Call:
         ends = ("input", back.x, grad), ("context", back.context, result.context)
         for (name, tensor, g), upstream in zip(ends, back.upstream, strict=True):
             if upstream and g is not None:
-                found[name, self.inverse, g.shape[1:]] = g.sum(0)
+                found[name, self.inverse, g.shape[1:]] = g.sum(0, dtype=torch.float64)  # 16 bits might not hold it
             elif tensor is not None and tensor.requires_grad and g is not None:
                 found[tensor] = g
         return found
