@@ -910,6 +910,59 @@ def test_gradients_that_nearly_cancel_are_told():
         gradient(Reversible(model, Guard(action="raise")), model, x, there_and_back)
 
 
+def around_frozen(kind):
+    """A frozen flow, one of whose blocks is squashed, what is trained around it, and the output of a call for the first or second time."""
+    torch.manual_seed(0)
+    model = models.real_nvp(8, blocks=8, hidden=(16,), activation="tanh", context=8).requires_grad_(False)
+    squash(model[3], 1e-3)
+    x, c, dx, dc = torch.randn(16, 8), torch.randn(16, 8), 1e-2 * torch.randn(16, 8), 1e-2 * torch.randn(16, 8)
+    first = nn.Linear(8, 8) if "encoder" in kind else nn.ParameterList([x.clone() if kind == "input" else c.clone()])
+
+    def run(f, k):
+        if kind == "encoder of the input":
+            return f(first(x + k * dx), c)
+        if kind == "encoder of the context":
+            return f(x, first(c + k * dc))
+        return f(first[0], c + k * dc) if kind == "input" else f(x + k * dx, first[0])
+
+    return model, first, run
+
+
+AROUND = ["encoder of the input", "encoder of the context", "input", "context"]
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_gradients_that_nearly_cancel_around_a_frozen_flow_are_told(kind):
+    """They meet in what is trained before it, or makes its context."""
+    model, first, run = around_frozen(kind)
+
+    def loss(f, _):
+        return (run(f, 1) - run(f, 0)).tanh().mean()
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    with pytest.warns(DriftWarning, match="nearly cancel"):
+        gradient(guarded, first, None, loss)
+    with warnings.catch_warnings():  # the next step is made without a walk
+        warnings.simplefilter("error")
+        assert off(gradient(guarded, first, None, loss), gradient(model, first, None, loss)) < 1e-3
+    assert not guarded._watch.together.found
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_several_calls_of_a_frozen_flow_that_do_not_cancel_are_left_alone(kind):
+    model, first, run = around_frozen(kind)
+
+    def loss(f, _):
+        return run(f, 0).square().mean() + (run(f, 30) - 1).square().mean()
+
+    guarded = Reversible(model, Guard(spot_check=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert off(gradient(guarded, first, None, loss), gradient(model, first, None, loss)) < 1e-3
+    assert guarded.report().repaired == 0
+    assert not guarded._watch.together.found
+
+
 @pytest.mark.parametrize("action", ["repair", "raise"])
 def test_gradients_of_several_calls_that_are_zero_are_right(action):
     """As those of a triplet loss whose margins are kept."""
@@ -1034,7 +1087,8 @@ class Looked(nn.Module):
         return self.layer(x) + self.table(torch.arange(len(x)) % 2)
 
 
-def test_sparse_gradients():
+@pytest.mark.parametrize("spot_check", [0, 1])
+def test_sparse_gradients(spot_check):
     torch.manual_seed(0)
     model = Chain(
         blocks.AdditiveCoupling(Looked()), blocks.AdditiveCoupling(Looked(), blocks.Split(swap=True)), shape=(6,)
@@ -1046,7 +1100,9 @@ def test_sparse_gradients():
         (loss_of(f, x) + loss_of(f, x.flip(1))).backward()
         return [p.grad.to_dense() for p in model.parameters()]
 
-    assert off(dense(Reversible(model)), dense(model)) < 1e-5
+    guarded = Reversible(model, Guard(spot_check=spot_check))
+    assert off(dense(guarded), dense(model)) < 1e-5
+    assert guarded.report().spot_checks == 2 * spot_check
 
 
 def test_no_false_alarm_of_the_spot_check(recwarn):

@@ -166,6 +166,37 @@ def test_what_is_trained_before_a_frozen_flow(where):
     stays_right(model, pairs, difference, first)
 
 
+class Lifted(nn.Module):
+    """A net of images that adds the same context to every pixel."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.into, self.lift, self.out = nn.Conv2d(2, 16, 1), nn.Linear(context, 16), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x, context):
+        return self.out((self.into(x) + self.lift(context)[:, :, None, None]).tanh())
+
+
+@pytest.mark.parametrize("kind", ["encoded", "own", "one for all"])
+def test_a_context_adds_up_the_pixels_of_a_frozen_flow(kind):
+    """Of each sample, so that a loss that subtracts pixels leaves little of its gradient."""
+    torch.manual_seed(0)
+    parts = [blocks.AffineCoupling(Lifted(4), partition=blocks.Split(swap=k % 2 == 1)) for k in range(8)]
+    with torch.no_grad():
+        parts[3].t.out.bias[2:] -= 8
+    model = Chain(*parts, shape=(4, 8, 8)).requires_grad_(False)
+    x = torch.randn(4, 4, 8, 4).repeat_interleave(2, dim=3)
+    x[..., 1::2] += 1e-3 * torch.randn(4, 4, 8, 4)
+    first, h = nn.Linear(4, 4), torch.randn(4, 4)
+    prompt = nn.ParameterList([torch.randn(4 if kind == "own" else 1, 4)])
+
+    def difference(f, x):
+        z = f(x, {"encoded": first(h), "own": prompt[0], "one for all": prompt[0].expand(4, 4)}[kind])
+        return (z[..., 1::2] - z[..., ::2]).tanh().mean()
+
+    stays_right(model, x, difference, first if kind == "encoded" else prompt)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_context_that_is_trained_and_serves_all_samples(frozen):
     class Prompted(nn.Sequential):
@@ -391,6 +422,29 @@ def test_a_resumed_training_looks_where_one_without_a_break_does(break_at, monke
     assert older.report().steps == break_at
 
 
+def test_captured_steps_go_on_with_the_numbers_of_a_state_that_is_loaded():
+    """They read and write the tensors that they were recorded with, whatever is loaded behind them."""
+    model, x = planted(1e-2)
+    pairs = torch.cat([x, x + 1e-2 * torch.randn_like(x)])
+    one, other, fresh = (Reversible(model, Guard(spot_check=0)) for _ in range(3))
+    for f, steps in ((one, 2), (other, 5)):
+        for _ in range(steps):
+            gradient(f, model, pairs, halves_apart)
+    watch = one._watch
+    counter, gain = watch.counters[x.device], watch.within[False].gain
+    for source in (other, fresh):
+        state = source.guard_state()
+        one.load_guard_state(state)
+        assert watch.counters[x.device] is counter
+        assert watch.within[False].gain is gain
+        assert int(counter) == state["count"]
+        within = source._watch.within
+        assert float(gain) == max(within[False].gains if within else [0.0])
+        assert one.guard_state()["count"] == state["count"]
+        gradient(one, model, pairs, halves_apart)
+        assert float(gain) == max(watch.within[False].gains)
+
+
 @pytest.mark.parametrize("step", [1e-3, 1e-4])
 def test_a_captured_step_is_held_as_those_before_it_were_and_asks_for_more(step, monkeypatch):
     """It cannot stop to look; its flag says that it has to be run again."""
@@ -409,6 +463,24 @@ def test_a_captured_step_is_held_as_those_before_it_were_and_asks_for_more(step,
     guarded.drift_flag().zero_()
     gradient(guarded, model, pairs, within)
     assert guarded.drift_flag() > 1
+
+
+def test_a_captured_step_before_which_none_was_looked_at_asks_for_a_look(monkeypatch):
+    """As where the steps that warm up have rested. The step that is run again looks, and the next replay knows."""
+    model, x = planted(1e-3)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+    guarded = Reversible(model, Guard(spot_check=0))
+
+    def flag_of(loss):
+        with monkeypatch.context() as patched:
+            patched.setattr(call, "capturing", lambda x: True)
+            gradient(guarded, model, pairs, loss)
+        return float(guarded.drift_flag())
+
+    assert flag_of(halves_apart) > 1
+    gradient(guarded, model, pairs)
+    guarded.drift_flag().zero_()
+    assert flag_of(loss_of) <= 1
 
 
 @pytest.mark.parametrize("squared", [False, True], ids=["difference", "squared"])
@@ -535,11 +607,49 @@ def test_one_draw_of_weights_that_cancels_by_chance_does_not_decide(monkeypatch)
     assert min(known) > lost / 5
 
 
+class Narrow(nn.Module):
+    """A net in 16 bits behind a state in 32, as autocast runs it."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.net(x).float()
+
+
+@pytest.mark.parametrize("below", [1, 2, 4])
+def test_a_loss_that_is_scaled_to_what_16_bits_hold_is_looked_at_all_the_same(below):
+    """As a `GradScaler` scales it. What cancels is small beside it, and does not cancel as weighed at random: that is not held."""
+    torch.manual_seed(0)
+    model = models.real_nvp(8, blocks=8, hidden=(16,), activation="tanh")
+    squash(model[3], 1e-3)
+    for block in model:
+        block.t = Narrow(block.t)
+    x = torch.randn(16, 8)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def scaled(scale):
+        return lambda f, pairs: scale * halves_apart(f, pairs)
+
+    def is_finite(scale):
+        return all(g.isfinite().all() for g in gradient(model, model, pairs, scaled(scale)))
+
+    most = max(2.0**k for k in range(40) if is_finite(2.0**k))
+    loss = scaled(most / below)
+    guarded = Reversible(model, Guard(spot_check=0))
+    found = gradient(guarded, model, pairs, loss)
+    assert off(found, gradient(model, model, pairs, loss)) < 1e-3
+    assert guarded._watch.within[False].gains  # measured: no guess that rests
+
+
 def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown
+    assert within.expected(one, one, NOTHING) == NOTHING
     within.measured(1.0, 2.0)
-    assert within.expected(one, one) == 1
+    assert within.expected(one, one, NOTHING) == 1
     assert within.expected(one / 10, one) == pytest.approx(20)
     assert within.expected(0 * one, 0 * one) == 1
     assert within.expected(0 * one, one) == float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,6 +47,8 @@ CLOSE = 1e-4
 # Where the gradients of several calls in one backward pass nearly cancel, what remains may be off by this many tolerances of the guard
 # before it acts. One would be too strict: only the last of the gradients can still be repaired, the others have been handed out.
 CANCELS = 5
+# Where nets run in 16 bits, gradients that are scaled up to what these hold, and do not cancel as weighed at random, would be too large.
+SCALES = (1.0, 2.0**-8, 2.0**-16)
 LOOKS = 4  # draws of random weights where what cancels within a call may decide whether it is repaired
 
 
@@ -228,14 +230,14 @@ class Call:
         share = 1.0 if self._closes_well(watch, back, result, lost * drift.total) else self.share
         if self._drifted(watch, drift, back.gives_finite(grad), back.x, share, lost) or self._spot_check(watch, back):
             return self._exact(watch, back)
-        if self._cancels(watch, result, lost * drift.mean):
+        if self._cancels(watch, back, grad, result, lost * drift.mean):
             watch.repaired += 1
             return self._recompute(back)
         return grad, result
 
     def _exact(self, watch: Watch, back: Backward) -> tuple[Tensor, Sum]:
         grad, result = self._recompute(back)
-        self._cancels(watch, result, torch.zeros((), dtype=torch.float64, device=grad.device))
+        self._cancels(watch, back, grad, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
     def _lost_within(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Drift) -> float | Tensor:
@@ -255,9 +257,10 @@ class Call:
         given = sizes([g for g in (back.grad, back.grad_log) if g is not None])
         left = torch.linalg.vector_norm(sizes([*result.parameters.values()])) if drift.size is None else drift.size
         size = torch.linalg.vector_norm(given)
-        expected = within.expected(left, size)
         if capturing(back.x):
-            return expected
+            # Where no call was looked at, as much as can be: the flag has the step run again, which looks.
+            return within.expected(left, size, NOTHING)
+        expected = within.expected(left, size)
         limit = watch.guard.limit(back.x.dtype)
         share, likely, drifted = torch.stack([left / size, expected, drift.total]).tolist()
         doubtful = drifted * (MARGIN * likely if within.gains else NOTHING) > limit
@@ -272,18 +275,40 @@ class Call:
         return lost
 
     def _gain(self, watch: Watch, back: Backward, draw: int, size: Tensor) -> float:
-        """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random."""
-        mixed = Size()
-        self._walk(back.weighed(LOOKS * watch.steps + draw), watched=False, signs=self.signs, result=mixed)
-        return float(mixed.total() / size)
+        """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random; infinite where
+        that is more than a dtype holds.
+        """
+        for scale in SCALES:
+            mixed = Size()
+            weighed = back.weighed(LOOKS * watch.steps + draw, scale)
+            self._walk(weighed, watched=False, signs=self.signs, result=mixed)
+            gain = float(mixed.total() / size) / scale
+            if math.isfinite(gain):
+                return gain
+        return math.inf
 
     def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
         """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
         of_input, of_context = back.upstream
-        ends = [grad] if of_input else []
-        if of_context and result.context is not None:  # one for all samples is added up already
-            ends.append(result.context if result.context.shape[:1] == grad.shape[:1] else grad)
+        each = result.context is not None and result.context.shape[:1] == grad.shape[:1]
+        ends = [result.context] if of_context and each else []
+        # What a context has added up already, the samples where it is one for all and the positions, is seen at the input.
+        if of_input or (result.context is not None and (not each or grad.ndim > 2)):
+            ends.append(grad)
         return usual(cancelled(*ends)) if ends else torch.ones((), dtype=torch.float64, device=grad.device)
+
+    def _outward(self, back: Backward, grad: Tensor, result: Sum) -> dict[Hashable, Tensor]:
+        """The gradients of a frozen bijection that are added to those of its other calls: of the input and the context, where wanted; their
+        sum over the samples, in place of what that input or context is computed from, if it is.
+        """
+        found: dict[Hashable, Tensor] = {}
+        ends = ("input", back.x, grad), ("context", back.context, result.context)
+        for (name, tensor, g), upstream in zip(ends, back.upstream, strict=True):
+            if upstream and g is not None:
+                found[name, self.inverse, g.shape[1:]] = g.sum(0, dtype=torch.float64)  # 16 bits might not hold it
+            elif tensor is not None and tensor.requires_grad and g is not None:
+                found[tensor] = g
+        return found
 
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
         """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
@@ -294,9 +319,10 @@ class Call:
         found = watch.together.closed_by(self, result.parameters, drift)
         return found is not None and bool(found <= watch.guard.limit(self.dtype))
 
-    def _cancels(self, watch: Watch, result: Sum, drift: Tensor) -> bool:
+    def _cancels(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Tensor) -> bool:
         """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
-        together = watch.together.add(self, result.parameters, drift)
+        grads = result.parameters or self._outward(back, grad, result)
+        together = watch.together.add(self, grads, drift)
         if together is None:
             return False
         found, subtracts = together
@@ -564,9 +590,9 @@ class Backward:
         finite = torch.isfinite(torch.stack(largest))
         return finite[:2].all() | ~finite[2:].all()
 
-    def weighed(self, seed: int) -> Backward:
-        """The gradients times random numbers, so that they add up as independent ones do."""
-        samples, each = weights(self.grad, seed, entries=self.z.ndim == 2)
+    def weighed(self, seed: int, scale: float = 1.0) -> Backward:
+        """The gradients times random numbers, so that they add up as independent ones do; all of them times a scale."""
+        samples, each = (scale * w for w in weights(self.grad, seed, entries=self.z.ndim == 2))
         grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
         return replace(self, grad=self.grad * each.to(self.grad), grad_log=grad_log)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -173,7 +173,7 @@ class Drift:
 
 
 # Gradients of some calls, what their sum is wrong by, and whether all of them are behind losses that subtract.
-Found = tuple[dict[Tensor, Tensor], Tensor, bool]
+Found = tuple[dict[Hashable, Tensor], Tensor, bool]
 
 
 class Together:
@@ -192,7 +192,7 @@ class Together:
         """Take note of a call that was made."""
         self.waiting[id(call)] = call
 
-    def add(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> tuple[Tensor, bool] | None:
+    def add(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> tuple[Tensor, bool] | None:
         """What the gradients found so far in this backward pass may be wrong by, over the size of their sum, and whether all of them are
         behind losses that subtract; `None` for one alone.
 
@@ -217,7 +217,7 @@ class Together:
             self.found[task] = total, wrong, subtracts
         return None if before is None else (_relative(wrong, total), subtracts)
 
-    def closed_by(self, call: Any, grads: Mapping[Tensor, Tensor], drift: Tensor) -> Tensor | None:
+    def closed_by(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
         if others are waiting or none came before, so that nobody knows what will cancel.
         """
@@ -231,7 +231,7 @@ class Together:
         return Together, ()
 
 
-def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, *, subtracts: bool) -> Found:
+def _added(before: Found | None, grads: Mapping[Any, Tensor], drift: Tensor, *, subtracts: bool) -> Found:
     """The sum with the gradients of one call more, and what it is wrong by."""
     total, wrong = dict(grads), drift * torch.linalg.vector_norm(sizes(list(grads.values())))
     if before is not None:
@@ -241,7 +241,7 @@ def _added(before: Found | None, grads: Mapping[Tensor, Tensor], drift: Tensor, 
     return total, wrong, subtracts
 
 
-def _relative(wrong: Tensor, grads: Mapping[Tensor, Tensor]) -> Tensor:
+def _relative(wrong: Tensor, grads: Mapping[Any, Tensor]) -> Tensor:
     """Relative to their size; of gradients that are zero and right, as those of a hinge that is satisfied, nothing is wrong."""
     return torch.where(wrong == 0, 0.0, wrong / torch.linalg.vector_norm(sizes(list(grads.values()))))
 
@@ -323,8 +323,11 @@ class Watch:
         within = {bool(way): Within.of(*one) for way, *one in state["within"]}
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
+        for way, one in self.within.items():
+            within.setdefault(way, Within()).read_from(one.gain)
+        for counter in self.counters.values():  # in place: captured steps go on from them
+            counter.fill_(self.count)
         self.drift, self.worst, self.anchors, self.names, self.within = drift, worst, anchors, names, within
-        self.counters.clear()
 
     def counts(self) -> dict[str, int]:
         """What is counted on the host, which a replay of a captured step does not do."""
@@ -460,9 +463,12 @@ def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
         >>> round(angle([torch.tensor([1.0, 0.0])], [torch.tensor([1.0, 1.0])]), 4)
         0.7854
     """
-    a = torch.cat([t.detach().double().flatten() for t in u]) if u else torch.zeros(1)
-    b = torch.cat([t.detach().double().flatten() for t in v]) if v else torch.zeros(1)
+    a, b = (torch.cat([_dense(t).double().flatten() for t in one]) if one else torch.zeros(1) for one in (u, v))
     if not a.any() and not b.any():
         return 0.0
     a, b = a / a.norm(), b / b.norm()
     return float(2 * torch.atan2((a - b).norm(), (a + b).norm()))
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.detach().to_dense() if grad.is_sparse else grad.detach()

@@ -49,16 +49,23 @@ class Within:
         made.since = int(since)
         return made
 
-    def expected(self, left: Tensor, size: Tensor) -> Tensor:
-        """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual, or unknown.
+    def read_from(self, gain: Tensor | None) -> None:
+        """Keep the largest on the device in this number, since captured steps read it already."""
+        self.gain = gain
+        if gain is not None:
+            gain.fill_(max(self.gains, default=0.0))
+
+    def expected(self, left: Tensor, size: Tensor, unknown: float = 1.0) -> Tensor:
+        """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual.
 
         Args:
             left: The size of its gradients of the parameters.
             size: That of its gradients of the outputs.
+            unknown: What is expected where none was looked at.
         """
         if self.gain is None or self.gain.device != left.device:
             self.gain = torch.full((), max(self.gains, default=0.0), dtype=torch.float64, device=left.device)
-        return usual(self.gain * size / left)
+        return torch.where(self.gain > 0, usual(self.gain * size / left), unknown)
 
     def like(self, share: float) -> float | None:
         """What was measured in a call not long ago, if this one is alike: if as much is left, or more where nothing was lost.
