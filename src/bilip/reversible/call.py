@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,15 +30,16 @@ from bilip.nets.replay import (
     versions_of,
 )
 from bilip.nets.spectral import again, held_layers, held_now, held_together
+from bilip.reversible.backward import Backward, Size, Sum
 from bilip.reversible.coupling import Coupling
 from bilip.reversible.fingerprint import Fingerprint, Print, drifts_of
 from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for, angle
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
-from bilip.reversible.units import Grads, Recovered, Unit
-from bilip.reversible.within import MARGIN, NOTHING, Within, cancelled, sizes, usual, weights
+from bilip.reversible.units import Recovered, Unit
+from bilip.reversible.within import MARGIN, NOTHING, Within, sizes
 
-__all__ = ["Backward", "Call"]
+__all__ = ["Call"]
 
 # A spot check measures the angle between a memory-saving gradient and the stored one, in radians. Below `CLOSE` it ends there; above, the
 # part that comes from ReLUs on the other side of their kink is taken off, and where more than `WRONG` is left, the step is repaired.
@@ -251,7 +252,7 @@ class Call:
         expected. Where nothing is trained but what is before the bijection, what cancels there counts.
         """
         if not result.parameters:
-            lost = self._lost_before(back, grad, result)
+            lost = back.lost_before(grad, result.context)
             return lost if capturing(back.x) else float(lost)
         within = watch.within.setdefault(self.inverse, Within())
         given = sizes([g for g in (back.grad, back.grad_log) if g is not None])
@@ -287,29 +288,6 @@ class Call:
                 return gain
         return math.inf
 
-    def _lost_before(self, back: Backward, grad: Tensor, result: Sum) -> Tensor:
-        """The same, of what is trained before a frozen bijection, or makes its context: there the gradients of the samples are added up."""
-        of_input, of_context = back.upstream
-        each = result.context is not None and result.context.shape[:1] == grad.shape[:1]
-        ends = [result.context] if of_context and each else []
-        # What a context has added up already, the samples where it is one for all and the positions, is seen at the input.
-        if of_input or (result.context is not None and (not each or grad.ndim > 2)):
-            ends.append(grad)
-        return usual(cancelled(*ends)) if ends else torch.ones((), dtype=torch.float64, device=grad.device)
-
-    def _outward(self, back: Backward, grad: Tensor, result: Sum) -> dict[Hashable, Tensor]:
-        """The gradients of a frozen bijection that are added to those of its other calls: of the input and the context, where wanted; their
-        sum over the samples, in place of what that input or context is computed from, if it is.
-        """
-        found: dict[Hashable, Tensor] = {}
-        ends = ("input", back.x, grad), ("context", back.context, result.context)
-        for (name, tensor, g), upstream in zip(ends, back.upstream, strict=True):
-            if upstream and g is not None:
-                found[name, self.inverse, g.shape[1:]] = g.sum(0, dtype=torch.float64)  # 16 bits might not hold it
-            elif tensor is not None and tensor.requires_grad and g is not None:
-                found[tensor] = g
-        return found
-
     def _closes_well(self, watch: Watch, back: Backward, result: Sum, drift: Tensor) -> bool:
         """Whether this is the last of several calls behind a loss that subtracts, and the sum of their gradients, which is known now, is
         right: how much cancels is no longer a guess, and the walk need not be held to a share of the tolerance for it.
@@ -321,7 +299,7 @@ class Call:
 
     def _cancels(self, watch: Watch, back: Backward, grad: Tensor, result: Sum, drift: Tensor) -> bool:
         """Whether this gradient and those of earlier calls in the same backward pass leave little but errors, and it is to be repaired."""
-        grads = result.parameters or self._outward(back, grad, result)
+        grads = result.parameters or back.going_out(grad, result.context, inverse=self.inverse)
         together = watch.together.add(self, grads, drift)
         if together is None:
             return False
@@ -434,9 +412,8 @@ class Call:
             watch.flag.raise_unless(asked >= least)
             asked = asked.clamp_min(least)
         asked = asked if isinstance(asked, Tensor) else max(asked, least)
-        most = (
-            watch.guard.limit(x.dtype) / cancelled
-        )  # no guess: drift below what a walk can be held to is seen all the same
+        # What cancels was measured, no guess: drift below what a walk can be held to is seen all the same.
+        most = watch.guard.limit(x.dtype) / cancelled
         if isinstance(most, Tensor):
             asked = most.clamp_max(asked)
         else:
@@ -476,9 +453,8 @@ class Call:
         signs = Signs()
         try:
             g_true, true = self._recompute(few, record=signs)
-        except (
-            DriftError
-        ):  # of all samples it raises where the network has changed; of a few, also where nets look at the whole batch
+        # Of all samples it raises where the network has changed; of a few, also where nets look at the whole batch.
+        except DriftError:
             few, signs = back, Signs()
             g_true, true = self._recompute(few, record=signs)
 
@@ -564,81 +540,6 @@ class Call:
                 f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
                 "with a generator of its own, or its parameters or buffers have changed since. Draw from torch's global generators."
             )
-
-
-@dataclass(frozen=True)
-class Backward:
-    """What a backward pass is given: the two ends, what was stored, the gradients of the outputs, and whether anybody wants that of the
-    input or the context.
-    """
-
-    x: Tensor
-    z: Tensor
-    context: Tensor | None
-    stored: tuple[Tensor, ...]
-    grad: Tensor
-    grad_log: Tensor | None
-    outward: bool = False
-    # Whether what the gradient of the input goes on to, and that of the context, may add up the samples.
-    upstream: tuple[bool, bool] = (False, False)
-
-    def gives_finite(self, grad: Tensor) -> Tensor:
-        """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
-        given = [g for g in (self.grad, self.grad_log) if g is not None]
-        # The largest entry is NaN or Inf where any is, and costs fewer launches than to look at each.
-        largest = [torch.linalg.vector_norm(t, torch.inf, dtype=torch.float64) for t in (grad, self.z, *given)]
-        finite = torch.isfinite(torch.stack(largest))
-        return finite[:2].all() | ~finite[2:].all()
-
-    def weighed(self, seed: int, scale: float = 1.0) -> Backward:
-        """The gradients times random numbers, so that they add up as independent ones do; all of them times a scale."""
-        samples, each = (scale * w for w in weights(self.grad, seed, entries=self.z.ndim == 2))
-        grad_log = None if self.grad_log is None else self.grad_log * samples.to(self.grad_log)
-        return replace(self, grad=self.grad * each.to(self.grad), grad_log=grad_log)
-
-    def few(self) -> Backward:
-        """Two neighbours from the beginning of each quarter of the batch: a loss that subtracts its halves, or neighbours, is seen to."""
-        count = len(self.x)
-        if count <= 8:
-            return self
-        rows = torch.tensor([k * count // 4 + j for k in range(4) for j in range(2)], device=self.x.device)
-        x, z, grad, *stored = (t[rows] for t in (self.x, self.z, self.grad, *self.stored))
-        # One context may serve all samples.
-        context, grad_log = (
-            None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log)
-        )
-        return Backward(x, z, context, tuple(stored), grad, grad_log)
-
-
-class Sum:
-    """Gradients, added up where a parameter occurs in several units; `overflowed` where a repair met what is not finite."""
-
-    def __init__(self) -> None:
-        self.parameters: Grads = {}
-        self.context: Tensor | None = None
-        self.overflowed = False
-
-    def add(self, recovered: Recovered) -> None:
-        for parameter, grad in recovered.parameters.items():
-            self.parameters[parameter] = self.parameters[parameter] + grad if parameter in self.parameters else grad
-        if recovered.context is not None:
-            self.context = recovered.context if self.context is None else self.context + recovered.context
-
-
-class Size(Sum):
-    """How large gradients are, unit by unit: they are not kept, so that no more memory is needed for a deeper chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
-    def add(self, recovered: Recovered) -> None:
-        if recovered.parameters:
-            self.found.append(sizes([*recovered.parameters.values()]))
-
-    def total(self) -> Tensor:
-        """Their norm."""
-        return torch.linalg.vector_norm(torch.cat(self.found))
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bilip.errors import InputError
 from bilip.nets.replay import hooks_wait
-from bilip.reversible.call import Backward, Call
+from bilip.reversible.backward import Backward
+from bilip.reversible.call import Call
 
 __all__ = ["MemorySaving", "hold"]
 
