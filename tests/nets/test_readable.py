@@ -203,6 +203,8 @@ def test_what_changes_nothing_is_read():
     compiled = nn.Linear(2, 2)
     compiled.compile()
     assert log_lipschitz(compiled) < 10
+    with pytest.raises(UnknownLipschitz, match=r"compiled net \(net.compile\(\), in place of torch.compile\(net\)"):
+        log_lipschitz(torch.compile(nn.Linear(2, 2), backend="eager"))
     assert log_lipschitz(ConvNet(2, 2, hidden=3)) < 10  # its activations work in place, on tensors of its own
     assert log_lipschitz(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()) < 10
     watched = nn.Linear(2, 2)

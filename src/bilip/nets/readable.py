@@ -80,6 +80,10 @@ def tampered(thing: object) -> str | None:
         compiled = thing._compiled_call_impl
         if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != thing._call_impl:
             return "has its method _compiled_call_impl replaced"
+        if "_orig_mod" in thing._modules and kind.__name__ == "OptimizedModule":
+            return (
+                "stands for a compiled net (net.compile(), in place of torch.compile(net), leaves one that can be read)"
+            )
         for name, value in (*thing._parameters.items(), *thing._buffers.items(), *vars(thing).items()):
             if isinstance(value, Tensor) and (odd := odd_tensor(value)) is not None:
                 return f"holds as {name} {odd}"
