@@ -61,7 +61,7 @@ def rearranged(
             "scales cannot be told apart. End the net with one."
         )
     rows = int(last.weight.shape[0])  # type: ignore[union-attr, arg-type]
-    order = torch.arange(rows)
+    order = torch.arange(rows, device="cpu")
     if interleaved:
         order = torch.cat((order[0::2], order[1::2]))
     elif scale_first:

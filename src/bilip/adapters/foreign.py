@@ -325,7 +325,7 @@ def agree(
     The way back is compared for samples that the native block brings back itself: of the others rounding leaves nothing to compare.
     """
     generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+    x = 2 * torch.randn(8, *shape, generator=generator, dtype=torch.float64, device="cpu")
     given = _contexts(context, context_shape, generator)
     native, block = _copy(native), _copy(block)
     z_native, z = (f(x, given) for f in (native, block))
@@ -348,7 +348,7 @@ def _copy(module: Bijection) -> Bijection:
 def _contexts(context: Box | None, shape: tuple[int, ...] | None, generator: torch.Generator) -> Tensor | None:
     if context is not None and context.shape and context.is_bounded:
         return context.sample(8, generator=generator)
-    return None if shape is None else torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+    return None if shape is None else torch.randn(8, *shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 class Base(ABC):

@@ -222,7 +222,7 @@ class ShiftedDiagonal(Bijection):
 
 
 def _rounding(*values: Tensor) -> Tensor:
-    return sum((1e-15 * value.abs().nan_to_num(0.0, 0.0, 0.0) for value in values), torch.zeros(()))  # type: ignore[return-value]
+    return sum((1e-15 * value.abs().nan_to_num(0.0, 0.0, 0.0) for value in values), torch.zeros((), device="cpu"))  # type: ignore[return-value]
 
 
 class Holder(nn.Module):

@@ -99,7 +99,7 @@ class _Shadows(TorchDispatchMode):
         storage = value.untyped_storage()
         flat = self.table.get(storage.data_ptr())
         if flat is None:
-            whole = torch.empty(0, dtype=value.dtype).set_(storage).double()  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=value.dtype, device="cpu").set_(storage).double()  # type: ignore[call-overload]
             flat = np.empty(len(whole), dtype=object)
             flat[:] = [self.mp.mpf(v) for v in whole.tolist()]
             self.table[storage.data_ptr()] = flat
@@ -115,7 +115,7 @@ class _Shadows(TorchDispatchMode):
             self.kept.append(value)
         self._flat(value)[_places(value).reshape(-1)] = given.reshape(-1)
         rounded = [_float(v) for v in given.flatten().tolist()]
-        value.copy_(torch.tensor(rounded, dtype=torch.float64).reshape(value.shape))
+        value.copy_(torch.tensor(rounded, dtype=torch.float64, device="cpu").reshape(value.shape))
 
     def number(self, value: Tensor) -> float:
         return _float(self.read(value).flatten()[0])
@@ -173,7 +173,7 @@ class _Shadows(TorchDispatchMode):
             if isinstance(value, Tensor) and value.is_floating_point():
                 start = len(pool)
                 pool.extend(self.read(value).flatten().tolist())
-                return torch.arange(start, len(pool), dtype=torch.float64).reshape(value.shape)
+                return torch.arange(start, len(pool), dtype=torch.float64, device="cpu").reshape(value.shape)
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
                 return [placed(v) for v in value]
             if isinstance(value, (int, float)) and not isinstance(value, bool) and label in _FILLS:
@@ -203,7 +203,9 @@ class _Shadows(TorchDispatchMode):
 def _places(value: Tensor) -> np.ndarray:
     """Where the entries of a tensor lie in its storage."""
     size = value.untyped_storage().nbytes() // value.element_size()
-    return torch.arange(size).as_strided(tuple(value.shape), value.stride(), value.storage_offset()).numpy()
+    return (
+        torch.arange(size, device="cpu").as_strided(tuple(value.shape), value.stride(), value.storage_offset()).numpy()
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -61,7 +61,7 @@ class Reference:
         x = x.detach().double()
         if shaken or self.own:
             generator = torch.Generator().manual_seed(2 + shaken)
-            signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+            signs = torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x) * 2 - 1
             x = x * (1 + _ULP * signs)
         return x, in_dtype(context, torch.float64)
 

@@ -517,7 +517,7 @@ class _Search:
         self.exact = True
 
     def run(self, message: str) -> Outcome:
-        everyone = torch.arange(len(self.x))
+        everyone = torch.arange(len(self.x), device="cpu")
         norms = self.x.detach().double().flatten(1).norm(dim=1).nan_to_num(torch.inf)
         order = norms.argsort().cpu()  # small samples are good ones most often; then some of every size
         spread = order[_CANDIDATES :: max(1, (len(order) - 1) // _CANDIDATES)]
@@ -530,7 +530,7 @@ class _Search:
             failed = torch.ones(len(self.x), dtype=torch.bool, device=self.x.device)
             return Outcome(self._nothing(), failed, message, len(candidates) == len(self.x))
         guilty = self._find(everyone)
-        innocent = torch.ones(len(self.x), dtype=torch.bool)
+        innocent = torch.ones(len(self.x), dtype=torch.bool, device="cpu")
         innocent[guilty] = False
         values = self._try(everyone[innocent])
         if values is None:  # the innocent fail together: nobody can be told apart
@@ -561,7 +561,7 @@ class _Search:
 
     def _try(self, kept: Tensor) -> tuple[Tensor, ...] | None:
         """The result with everybody but `kept` replaced by the good sample, or `None` if it raises."""
-        rows = torch.full((len(self.x),), self.good or 0, dtype=torch.long)
+        rows = torch.full((len(self.x),), self.good or 0, dtype=torch.long, device="cpu")
         rows[kept] = kept
         rows = rows.to(self.x.device)
         try:

@@ -157,7 +157,7 @@ class InvertibleConv1x1(Bijection):
         if self.kind == "full":
             return matrix, torch.zeros_like(matrix)
         order = self.permutation.cpu()
-        if not torch.equal(order.sort().values, torch.arange(self.channels)):
+        if not torch.equal(order.sort().values, torch.arange(self.channels, device="cpu")):
             raise PartitionError(
                 f"{self}: {order.tolist()} is not a permutation of 0..{self.channels - 1}, so the block has no inverse. Load an earlier "
                 "checkpoint."
@@ -198,7 +198,9 @@ class InvertibleConv1x1(Bijection):
             if not bool((size.diagonal() > 0).all()) or not bool(torch.isfinite(size).all()):
                 return math.inf
             comparison = 2 * torch.diag(size.diagonal()) - size
-            inverse = torch.linalg.solve_triangular(comparison, torch.eye(len(size), dtype=size.dtype), upper=upper)
+            inverse = torch.linalg.solve_triangular(
+                comparison, torch.eye(len(size), dtype=size.dtype, device="cpu"), upper=upper
+            )
             total = log_product(total, log_norm(inverse) + 8 * (len(size) + 4) ** 2 * EPS)
         return total
 
@@ -210,7 +212,9 @@ class InvertibleConv1x1(Bijection):
         matrix, error = self._enclosed()
         inverse = matrix.mT if self.kind == "orthogonal" else torch.linalg.pinv(matrix)
         # With R = I - XW and x = W^-1 y: |x - Xy| = |Rx| <= |R| |W^-1| |y|, pixel by pixel.
-        residual = torch.linalg.matrix_norm(torch.eye(self.channels, dtype=torch.float64) - inverse @ matrix)
+        residual = torch.linalg.matrix_norm(
+            torch.eye(self.channels, dtype=torch.float64, device="cpu") - inverse @ matrix
+        )
         size = exp_up(log_norm(inverse))
         rounding = 4 * self.channels**1.5 * EPS * exp_up(log_norm(matrix)) + exp_up(log_norm(error))
         wobble = log_product(log_of(float(residual) + size * rounding), self.log_lip_inverse(box))

@@ -272,11 +272,11 @@ class ActNorm(_Diagonal):
 
     def interval(self, box: Box, context: Box | None = None) -> Box:
         bias, log_scale = self._along(box, self.bias), self._along(box, self.log_scale)
-        return _scale_box(Box.outward(box.low + bias, box.high + bias), log_scale, torch.ones(()))
+        return _scale_box(Box.outward(box.low + bias, box.high + bias), log_scale, torch.ones((), device="cpu"))
 
     def interval_inverse(self, box: Box, context: Box | None = None) -> Box:
         bias, log_scale = self._along(box, self.bias), self._along(box, self.log_scale)
-        unscaled = _scale_box(box, -log_scale, torch.ones(()))
+        unscaled = _scale_box(box, -log_scale, torch.ones((), device="cpu"))
         return Box.outward(unscaled.low - bias, unscaled.high - bias)
 
     def extra_repr(self) -> str:

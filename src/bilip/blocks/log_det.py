@@ -119,6 +119,11 @@ class Series:
         return weighted_series(g, x, [1.0] * self.terms, probes(x, self.samples))
 
 
+def _device(generator: torch.Generator | None) -> torch.device:
+    """Where numbers of a generator are drawn; without one on the CPU, whatever the default device is."""
+    return torch.device("cpu") if generator is None else generator.device
+
+
 @dataclass(frozen=True)
 class Geometric:
     """N further terms with probability p (1 - p)^N; the variance is finite if c^2 < 1 - p.
@@ -136,7 +141,7 @@ class Geometric:
 
     def draw(self, generator: torch.Generator | None = None) -> int:
         """A number of further terms."""
-        u = float(torch.rand((), generator=generator, dtype=torch.float64))
+        u = float(torch.rand((), generator=generator, dtype=torch.float64, device=_device(generator)))
         return int(math.log1p(-u) / math.log1p(-self.p))
 
     def at_least(self, n: int) -> float:
@@ -169,7 +174,8 @@ class Poisson:
 
     def draw(self, generator: torch.Generator | None = None) -> int:
         """A number of further terms."""
-        return int(torch.poisson(torch.tensor(self.rate, dtype=torch.float64), generator=generator))
+        rate = torch.tensor(self.rate, dtype=torch.float64, device=_device(generator))
+        return int(torch.poisson(rate, generator=generator))
 
     def probability(self, n: int) -> float:
         """P(N = n)."""

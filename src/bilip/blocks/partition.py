@@ -160,7 +160,7 @@ class Indices(Partition):
     def require_sound(self) -> None:
         both = torch.cat((self.first, self.second))
         if len(both) != self.total or not torch.equal(
-            both[self.order.clamp(0, len(both) - 1)], torch.arange(self.total).to(both)
+            both[self.order.clamp(0, len(both) - 1)], torch.arange(self.total, device=both.device)
         ):
             raise PartitionError(
                 f"{self}: its buffers no longer hold each of 0..{self.total - 1} once, with the order that puts them back, so nothing "
@@ -195,7 +195,9 @@ class Checkerboard(Partition):
         key = (x.shape[-2], x.shape[-1], x.device)
         if key not in self._known:
             height, width, device = key
-            mask = (torch.arange(height)[:, None] + torch.arange(width)) % 2 == (1 if self.swap else 0)
+            mask = (torch.arange(height, device="cpu")[:, None] + torch.arange(width, device="cpu")) % 2 == (
+                1 if self.swap else 0
+            )
             kept, moved = mask.flatten().nonzero().squeeze(1), (~mask).flatten().nonzero().squeeze(1)
             places = (mask, kept, moved, torch.argsort(torch.cat((kept, moved))))
             self._known[key] = tuple(place.to(device) for place in places)

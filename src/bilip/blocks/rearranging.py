@@ -73,7 +73,7 @@ class Permutation(_Rearranging):
     @classmethod
     def shuffle(cls, features: int, *, dim: int = 1, generator: torch.Generator | None = None) -> Permutation:
         """A random order, drawn once."""
-        return cls(torch.randperm(features, generator=generator), dim=dim)
+        return cls(torch.randperm(features, generator=generator, device=generator and generator.device), dim=dim)
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -120,7 +120,7 @@ class Box:
         """Draw points uniformly from a bounded box; float64, shape `(count, *shape)`."""
         if not self.is_bounded:
             raise InputError("Box.sample: the box is unbounded. Give it finite ends, for example Box(-4, 4).")
-        unit = torch.rand(count, *self.shape, generator=generator, dtype=torch.float64)
+        unit = torch.rand(count, *self.shape, generator=generator, dtype=torch.float64, device="cpu")
         return self.low + unit * (self.high - self.low)
 
     def __eq__(self, other: object) -> bool:

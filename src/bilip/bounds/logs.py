@@ -30,7 +30,7 @@ TINY = 2.0**-1022  # below it float64 keeps no relative precision, and some mach
 
 def as_float64(value: object) -> Tensor:
     """A detached float64 copy on the CPU, where all proofs are computed."""
-    return torch.as_tensor(value, dtype=torch.float64).detach().to("cpu")
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
 
 
 def log_of(value: float) -> float:

@@ -121,7 +121,7 @@ def _from_rows(
     def batches() -> Iterator[Any]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            pick = torch.randint(count, (min(batch, count),), generator=generator)
+            pick = torch.randint(count, (min(batch, count),), generator=generator, device="cpu")
             chosen = tuple(t[pick.to(t.device)] for t in used)
             yield chosen[0] if single else chosen
 
@@ -180,7 +180,7 @@ def _rows(value: Any, argument: str) -> tuple[Tensor, ...] | None:
     if not isinstance(value, tuple) or not value or not all(isinstance(t, (Tensor, np.ndarray)) for t in value):
         return None
     try:
-        rows = tuple(torch.as_tensor(t) for t in value)
+        rows = tuple(t if isinstance(t, Tensor) else torch.as_tensor(t, device="cpu") for t in value)
     except (TypeError, ValueError) as error:
         raise InputError(f"cure({argument}=...): an array that torch does not take ({said_by(error)}).") from error
     lengths = [len(t) if t.ndim else 0 for t in rows]
@@ -499,7 +499,7 @@ class RoundTrip(Penalty):
         def terms(points: Tensor, given: Tensor | None) -> Tensor:
             z = model(points, given)
             generator = torch.Generator().manual_seed(step)
-            signs = (torch.randint(0, 2, z.shape, generator=generator) * 2 - 1).to(z)
+            signs = (torch.randint(0, 2, z.shape, generator=generator, device="cpu") * 2 - 1).to(z)
             back = model.inverse(z + self.noise * z.detach().abs() * signs, given)
             size = points.flatten(1).square().sum(1).clamp_min(1e-12)
             return torch.log1p((back - points).flatten(1).square().sum(1) / (size * self.noise))
@@ -524,7 +524,7 @@ class _Trips:
     def __call__(self, model: Bijection, step: int) -> Tensor:
         x, context = self.pools[step % len(self.pools)]
         generator = torch.Generator().manual_seed(step)
-        rows = torch.randint(len(x), (min(self.batch, len(x)),), generator=generator).to(x.device)
+        rows = torch.randint(len(x), (min(self.batch, len(x)),), generator=generator, device="cpu").to(x.device)
         value = self.penalty(model, x[rows], step=step, context=None if context is None else context[rows])
         if self.base is not None and step % 2 == 0:
             with torch.no_grad():

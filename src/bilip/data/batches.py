@@ -113,9 +113,9 @@ class ImageBatches:
         """Image, shifts and mirroring for every place of an epoch, drawn on the host at once and then kept until its end."""
         if self._epoch is None or self._epoch[:2] != (seed, epoch):
             generator = torch.Generator().manual_seed(seed_of(seed, epoch, "images"))
-            order = torch.randperm(self.count, generator=generator)
-            shifts = torch.randint(2 * self.pad + 1, (2, self.count), generator=generator)
-            mirrored = torch.randint(2, (1, self.count), generator=generator) * int(self.flip)
+            order = torch.randperm(self.count, generator=generator, device="cpu")
+            shifts = torch.randint(2 * self.pad + 1, (2, self.count), generator=generator, device="cpu")
+            mirrored = torch.randint(2, (1, self.count), generator=generator, device="cpu") * int(self.flip)
             self._epoch = seed, epoch, torch.cat((order[None], shifts, mirrored)).to(self._pixels.device)
         return self._epoch[2]
 

@@ -247,7 +247,7 @@ def _tensor(value: Any) -> Tensor | None:
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
         return torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, (bool, int, float, np.number)) and math.isfinite(value):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     return None
 
 

@@ -398,7 +398,7 @@ def _fetched(about: ImageSet, split: str) -> _Found:
     try:
         rows = load_dataset(path, config, split=splits[split])
         out = np.stack([_square(row[column], about) for row in rows])
-        y = None if labels is None else torch.tensor([int(row[labels]) for row in rows])
+        y = None if labels is None else torch.tensor([int(row[labels]) for row in rows], device="cpu")
     except Exception as error:  # a network, a server, a cache: anything may go wrong
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(
@@ -454,7 +454,9 @@ def _numbered(about: ImageSet, images: Images, source: str | Path) -> Images:
             f"{about.name}, from {source}: {strange[0]!r} is no class of it; expected {', '.join(about.classes)}."
         )
     return Images(
-        images.x, torch.tensor([about.classes.index(name) for name in images.classes])[images.y], about.classes
+        images.x,
+        torch.tensor([about.classes.index(name) for name in images.classes], device="cpu")[images.y],
+        about.classes,
     )
 
 
@@ -474,7 +476,7 @@ def _known(about: ImageSet, split: str, images: Images) -> bool | None:
 
 def _records(images: Images) -> np.ndarray:
     """Label and pixels of each image, as in the binary files."""
-    y = torch.zeros(len(images)) if images.y is None else images.y
+    y = torch.zeros(len(images), device="cpu") if images.y is None else images.y
     return torch.cat((y[:, None].to(torch.uint8), images.x.flatten(1)), 1).numpy()
 
 

@@ -150,7 +150,7 @@ def labelled(x: Tensor, folder: Path, paths: Sequence[Path]) -> Images:
     if any(len(part) < 2 for part in parts):
         return Images(x)
     classes = tuple(sorted({part[0] for part in parts}))
-    return Images(x, torch.tensor([classes.index(part[0]) for part in parts]), classes)
+    return Images(x, torch.tensor([classes.index(part[0]) for part in parts], device="cpu"), classes)
 
 
 def _binary(path: Path) -> tuple[Tensor, Tensor]:

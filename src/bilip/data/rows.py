@@ -36,7 +36,7 @@ class Rows(ABC):
     def take(self, places: Tensor) -> Tensor:
         """The rows with these numbers, in this order; read in ascending order, neighbours together."""
         rising, back = places.sort()
-        parts = [torch.empty((0, *self.shape), dtype=self.dtype)]
+        parts = [torch.empty((0, *self.shape), dtype=self.dtype, device="cpu")]
         for run in rising.tensor_split((rising.diff() != 1).nonzero().flatten() + 1) if len(rising) else ():
             parts.append(self.read(int(run[0]), int(run[-1]) + 1))
         return torch.cat([part.to(parts[-1].device) for part in parts])[back.argsort().to(parts[-1].device)]
@@ -117,7 +117,7 @@ class ChunkRows(Rows):
         return last[1]
 
     def read(self, start: int, stop: int) -> Tensor:
-        parts = [torch.empty((0, *self.shape), dtype=self.dtype)]
+        parts = [torch.empty((0, *self.shape), dtype=self.dtype, device="cpu")]
         while start < stop:
             index, offset = divmod(start, self.CHUNK)
             end = min(stop, (index + 1) * self.CHUNK)
@@ -153,7 +153,7 @@ class MappedRows(Rows):
     """Rows of another store, passed through a function of a batch."""
 
     def __init__(self, rows: Rows, function: Callable[[Tensor], Tensor], *, count: int | None = None) -> None:
-        like = function(torch.empty((0, *rows.shape), dtype=rows.dtype))
+        like = function(torch.empty((0, *rows.shape), dtype=rows.dtype, device="cpu"))
         super().__init__(rows.count if count is None else count, like.shape[1:], like.dtype)
         self.rows, self.function = rows, function
 

@@ -241,7 +241,7 @@ class Source:
             >>> int(source.first(1).x) == source.row(0)
             True
         """
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed), device="cpu")
         context = None if self.context_rows is None else OrderedRows(self.context_rows, order)
         rows = OrderedRows(self.rows, order)
         return Source(self.name, rows, role=self.role, description=self.description, context=context)

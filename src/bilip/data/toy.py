@@ -25,11 +25,11 @@ def checkerboard(count: int, seed: int = 0) -> Tensor:
         True
     """
     generator = _generator("checkerboard", count, seed)
-    square = torch.randint(8, (count,), generator=generator)
+    square = torch.randint(8, (count,), generator=generator, device="cpu")
     column = square // 2
     row = 2 * (square % 2) + column % 2
     corner = torch.stack([column, row], dim=1)
-    return 2 * (corner + torch.rand(count, 2, generator=generator)) - 4
+    return 2 * (corner + torch.rand(count, 2, generator=generator, device="cpu")) - 4
 
 
 def two_moons(count: int, seed: int = 0, *, noise: float = 0.1) -> Tensor:
@@ -42,11 +42,11 @@ def two_moons(count: int, seed: int = 0, *, noise: float = 0.1) -> Tensor:
     generator = _generator("two_moons", count, seed)
     if not 0 <= noise < math.inf:
         raise InputError(f"two_moons(noise={noise}): expected a standard deviation, 0 or more.")
-    angle = math.pi * torch.rand(count, generator=generator)
-    upper = torch.rand(count, generator=generator) < 0.5
+    angle = math.pi * torch.rand(count, generator=generator, device="cpu")
+    upper = torch.rand(count, generator=generator, device="cpu") < 0.5
     x = torch.where(upper, angle.cos(), 1 - angle.cos())
     y = torch.where(upper, angle.sin(), 0.5 - angle.sin())
-    return torch.stack([x, y], dim=1) + noise * torch.randn(count, 2, generator=generator)
+    return torch.stack([x, y], dim=1) + noise * torch.randn(count, 2, generator=generator, device="cpu")
 
 
 def gaussians(count: int, seed: int = 0, *, modes: int = 8, radius: float = 4.0, std: float = 0.5) -> Tensor:
@@ -59,9 +59,9 @@ def gaussians(count: int, seed: int = 0, *, modes: int = 8, radius: float = 4.0,
     generator = _generator("gaussians", count, seed)
     if modes < 1 or not 0 <= std < math.inf or not 0 <= radius < math.inf:
         raise InputError(f"gaussians(modes={modes}, radius={radius}, std={std}): expected modes >= 1, the others >= 0.")
-    angle = 2 * math.pi / modes * torch.randint(modes, (count,), generator=generator)
+    angle = 2 * math.pi / modes * torch.randint(modes, (count,), generator=generator, device="cpu")
     center = radius * torch.stack([angle.cos(), angle.sin()], dim=1)
-    return center + std * torch.randn(count, 2, generator=generator)
+    return center + std * torch.randn(count, 2, generator=generator, device="cpu")
 
 
 def _generator(name: str, count: int, seed: int) -> torch.Generator:

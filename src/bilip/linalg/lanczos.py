@@ -69,7 +69,7 @@ def largest_singular_value(
             found = _ritz(alphas, betas, rights, k)
             if not bool(torch.isfinite(found.value).all()) or bool((found.residual <= tolerance).all()):
                 return found
-    return found or Extreme(torch.zeros(batch), torch.full((batch,), torch.inf), v, steps)
+    return found or Extreme(torch.zeros(batch, device="cpu"), torch.full((batch,), torch.inf, device="cpu"), v, steps)
 
 
 def _bidiagonalised(

@@ -334,7 +334,9 @@ class Linearized:
                 x = self.parts[-1].z
                 continue
             if noise:
-                x = x * (1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
+                x = x * (
+                    1 + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").to(x.device)
+                )
             try:
                 linear = LinearPart(part, x, context, name, room=room, like=None if like is None else like.parts[k])
             except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
@@ -417,7 +419,9 @@ class Repointed:
         moved = torch.zeros(len(self.parts), *x.flatten(1).shape, dtype=x.dtype, device=x.device)
         if noise:
             generator = torch.Generator().manual_seed(1)
-            draws = [torch.randn(x.shape, generator=generator, dtype=x.dtype).flatten(1) for _ in self.parts]
+            draws = [
+                torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").flatten(1) for _ in self.parts
+            ]
             moved = noise * torch.stack(draws).to(x.device)
         point = AtPoint(self, x, moved)
         for other in (0.9 * x + 0.01, x):  # recorded at one point and tried at another
@@ -553,4 +557,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _random(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)

@@ -101,7 +101,7 @@ def _visible(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype: t
     bit for most entries that a larger step moves.
     """
     generator = torch.Generator().manual_seed(0)
-    turn = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) / 2
+    turn = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device) / 2
 
     def change(step: float) -> Tensor:
         return (act(x * (1 + step * turn)) - image).abs()

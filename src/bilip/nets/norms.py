@@ -272,7 +272,7 @@ def power_lower_bound(module: nn.Module, shape: Sequence[int], steps: int = 100,
     """
     module = copy.deepcopy(module).double().cpu()
     generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(1, *shape, generator=generator, dtype=torch.float64)
+    v = torch.randn(1, *shape, generator=generator, dtype=torch.float64, device="cpu")
     zero = torch.zeros_like(v)
     best = 0.0
     for _ in range(steps):

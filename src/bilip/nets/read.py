@@ -374,7 +374,7 @@ class _Stated(Reading):
         tensors = (*self.net.parameters(), *self.net.buffers())
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
         given = None if context is None else context.center[None]
-        found = self.point(Point(box.center[None], torch.zeros(1, dtype=torch.float64)), given, dtype)
+        found = self.point(Point(box.center[None], torch.zeros(1, dtype=torch.float64, device="cpu")), given, dtype)
         reach, middle = math.exp(log) * (1 + 1e-12) + float(found.error), as_float64(found.value[0])
         return Box.outward(middle - reach, middle + reach)
 

@@ -317,7 +317,7 @@ class Watch:
         real = ("tolerance", "worst_angle", "worst_remaining")
         plain = {name: (float if name in real else int)(state[name]) for name in (*_PLAIN, "count")}
         drift, worst = ({str(k): float(v) for k, v in state[name].items()} for name in ("drift", "worst"))
-        torch.tensor(plain["count"], dtype=torch.int64)  # raises where the counters cannot hold it
+        torch.tensor(plain["count"], dtype=torch.int64, device="cpu")  # raises where the counters cannot hold it
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
         within = {bool(way): Within.of(*one) for way, *one in state["within"]}
@@ -463,7 +463,10 @@ def angle(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
         >>> round(angle([torch.tensor([1.0, 0.0])], [torch.tensor([1.0, 1.0])]), 4)
         0.7854
     """
-    a, b = (torch.cat([_dense(t).double().flatten() for t in one]) if one else torch.zeros(1) for one in (u, v))
+    a, b = (
+        torch.cat([_dense(t).double().flatten() for t in one]) if one else torch.zeros(1, device="cpu")
+        for one in (u, v)
+    )
     if not a.any() and not b.any():
         return 0.0
     a, b = a / a.norm(), b / b.norm()

@@ -142,7 +142,7 @@ def weights(grad: Tensor, seed: int, *, entries: bool) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
-        values = torch.randn(shape, dtype=torch.float64, generator=generator)
+        values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
         values -= values.mean()
         return values / values.square().mean().sqrt().clamp_min(1e-9)
 

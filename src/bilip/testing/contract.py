@@ -117,7 +117,9 @@ def _check_reversible(model: Bijection, x: Tensor, context: Tensor | None) -> No
     inner, shape = Chain(Chain(model), Chain()), tuple(x.shape[1:])
     for level in (1, 2, 3):
         inner = FactorOut(inner, (shape[0] + level, *shape[1:]), keep=shape[0] + level - 1)
-    wider = torch.cat((x, torch.linspace(-1, 1, 3 * x[:, :1].numel()).to(x).view(len(x), 3, *shape[1:])), 1)
+    wider = torch.cat(
+        (x, torch.linspace(-1, 1, 3 * x[:, :1].numel(), device=x.device).to(x).view(len(x), 3, *shape[1:])), 1
+    )
     cases = [("of three factor-outs", inner, wider)]
     if model.closed_form:  # others cost an iteration for each evaluation
         cases += [("", model, x), ("of the inverted block", Invert(model), z)]
@@ -143,8 +145,10 @@ def _gradients(f: Bijection, point: Tensor, context: Tensor | None, way: str) ->
     point = point.detach().clone().requires_grad_()
     given = None if context is None else context.detach().clone().requires_grad_(context.is_floating_point())
     value, log_det = (f.forward_and_log_det if way == "forward" else f.inverse_and_log_det)(point, given)
-    weights = torch.linspace(-1, 1, value.numel()).to(value).view_as(value)
-    loss = (weights * value.sin()).sum() + (log_det * torch.arange(1, len(log_det) + 1).to(log_det)).sum()
+    weights = torch.linspace(-1, 1, value.numel(), device=value.device).to(value).view_as(value)
+    loss = (weights * value.sin()).sum() + (
+        log_det * torch.arange(1, len(log_det) + 1, device=log_det.device).to(log_det)
+    ).sum()
     leaves = [point, *f.parameters()] if given is None else [point, given, *f.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     found = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -102,7 +102,7 @@ def _pair_gains(
 ) -> tuple[float, float]:
     forward = inverse = 0.0
     for scale in (1.0, 1e-2, 1e-4):
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
         other = torch.clamp(x + scale * (domain.high - domain.low) * noise, domain.low, domain.high)
         step = (x - other).flatten(1).norm(dim=1)
         with torch.no_grad():

@@ -94,7 +94,7 @@ class StabilityCallback(Callback):
             raise InputError(f"StabilityCallback(penalties={penalties!r}): expected a list of penalties.")
         self._new_monitor = partial(StabilityMonitor, every=1 if every is None else every, **monitor)
         try:  # wrong arguments are reported here, before training begins
-            self._new_monitor(Chain(), torch.zeros(1, 1) if data is None else data)
+            self._new_monitor(Chain(), torch.zeros(1, 1, device="cpu") if data is None else data)
         except TypeError as error:
             raise InputError(f"StabilityCallback: {error}.") from error
         self.model, self.every, self.x, self.data = model, every, x, data

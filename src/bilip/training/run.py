@@ -313,7 +313,7 @@ class Run:
         if facts["scaler"]:
             self.fabric.strategy.precision.load_state_dict(facts["scaler"])
         for name in facts["sums"]:
-            require_kind(tensors[f"sums.{name}"], torch.zeros(()), f"sums.{name}")
+            require_kind(tensors[f"sums.{name}"], torch.zeros((), device="cpu"), f"sums.{name}")
         self.sums = {name: tensors[f"sums.{name}"].to(self.fabric.device) for name in facts["sums"]}
         self.summed = facts["summed"]
         self.skipped_in_a_row = facts.get("skipped_in_a_row", 0)  # states of before have none

@@ -232,7 +232,9 @@ def restore_optimizer(
         }
         for name, value in state[k].items():
             if isinstance(value, Tensor):
-                require_kind(value, parameters[k] if name != "step" else torch.zeros(()), f"{prefix}{name}")
+                require_kind(
+                    value, parameters[k] if name != "step" else torch.zeros((), device="cpu"), f"{prefix}{name}"
+                )
             elif not isinstance(value, (int, float, NoneType)):
                 raise CheckpointError(f"the state of the optimizer holds {prefix}{name} = {value!r:.40}.")
         if not {"exp_avg", "step"} <= set(state[k]) or not {"exp_avg_sq", "exp_inf"} & set(state[k]):  # Adam, Adamax

@@ -407,7 +407,7 @@ class Pending:
         self.counts = [(owner, counts_of(flag)) for owner, flag in zip(owners, recorded.flags, strict=True)]
         self.before = recorded.state()
         self.found = {name: value.clone() for name, value in recorded.replay(batch).items()}
-        self.seen = torch.empty((), pin_memory=held.is_cuda)
+        self.seen = torch.empty((), pin_memory=held.is_cuda, device="cpu")
         self.seen.copy_(held, non_blocking=True)
         self.event = torch.cuda.Event() if held.is_cuda else None
         if self.event is not None:

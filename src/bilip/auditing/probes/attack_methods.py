@@ -198,7 +198,7 @@ class Search:
 
     def signs(self) -> Tensor:
         """Random signs."""
-        return (torch.rand(self.points.shape, generator=self.generator) < 0.5).to(self.points) * 2 - 1
+        return (torch.rand(self.points.shape, generator=self.generator, device="cpu") < 0.5).to(self.points) * 2 - 1
 
 
 Method = Callable[[Search], None]
@@ -253,7 +253,7 @@ def gain(search: Search) -> None:
     shrink = torch.ones(len(search.points), dtype=torch.float64, device=search.points.device)
 
     def drawn(z: Tensor) -> Tensor:
-        return torch.randn(z.shape, generator=search.generator, dtype=torch.float64).to(z)
+        return torch.randn(z.shape, generator=search.generator, dtype=torch.float64, device="cpu").to(z)
 
     def pulled(x: Tensor, shrink: Tensor, towards: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The gradients at the point and at the perturbation."""
@@ -299,9 +299,9 @@ def random(search: Search) -> None:
         if bool(search.ended.all()):
             return
         share = _SHARES[k % len(_SHARES)]
-        coins = torch.rand(search.points.flatten(1).shape, generator=search.generator)
+        coins = torch.rand(search.points.flatten(1).shape, generator=search.generator, device="cpu")
         least = coins.amin(1, keepdim=True)
-        chosen = (coins <= torch.maximum(least, torch.tensor(share))).to(search.points.device).view(search.points.shape)
+        chosen = (coins <= least.clamp_min(share)).to(search.points.device).view(search.points.shape)
         target = (
             search.region.corner(search.generator)
             if (k // len(_SHARES)) % 2
@@ -346,7 +346,9 @@ def _contracted(
     else:
         at = route.subject.linearized(points, context, like=checked)
         apply, adjoint = at.solve, at.solve_adjoint
-    start = torch.randn(at.count, at.size, generator=search.generator, dtype=torch.float64).to(points.device)
+    start = torch.randn(at.count, at.size, generator=search.generator, dtype=torch.float64, device="cpu").to(
+        points.device
+    )
     found = apply(largest_singular_value(apply, adjoint, start, steps=_LANCZOS_STEPS).right)
     found = (found / found.abs().amax(1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
     direction = torch.zeros_like(search.points)

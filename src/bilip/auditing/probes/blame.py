@@ -107,7 +107,7 @@ class Blame(Probe):
             walk.add(k, run_guarded(part.inverse, stored[k + 1].clone(), context).value, back)
             self.progress(1 - k / len(parts))
         (local, born), (carried, absolute) = walk.errors()
-        absolute.append(torch.zeros(len(batch.x)))
+        absolute.append(torch.zeros(len(batch.x), device="cpu"))
         # Without what is born in the block.
         grown = [(a - b).clamp_min(0) for a, b in zip(absolute, born, strict=False)]
         wrong = ~(carried[0] <= subject.half_digits)
@@ -281,7 +281,7 @@ def _look(linear: LinearPart) -> _LocalState:
     """Extremes of one block's Jacobian over the points, and its log-determinant where the block is small."""
     size, state, known = linear.x[0].numel(), _LocalState(), linear.extremes
     if known is not None:
-        top, bottom = (torch.tensor([value], dtype=torch.float64) for value in known)
+        top, bottom = (torch.tensor([value], dtype=torch.float64, device="cpu") for value in known)
     elif size <= _DENSE:
         eye = torch.eye(size, dtype=torch.float64, device=linear.x.device)
         ones = [
@@ -296,7 +296,9 @@ def _look(linear: LinearPart) -> _LocalState:
             state.log_det_error = float((claimed - _linalg.slogdet(matrices)[1]).abs().max())
     else:
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(len(linear.x), size, generator=generator, dtype=torch.float64).to(linear.x.device)
+        start = torch.randn(len(linear.x), size, generator=generator, dtype=torch.float64, device="cpu").to(
+            linear.x.device
+        )
         top = largest_singular_value(linear.apply, linear.adjoint, start, steps=_STEPS).value
         bottom = 1 / largest_singular_value(linear.solve, linear.solve_adjoint, start, steps=_STEPS).value
     state.sigma_min, state.sigma_max = float(bottom.min()), float(top.max())
@@ -312,7 +314,7 @@ def _look_together(at: AtPoint) -> list[_LocalState]:
     known: dict[int, Tensor] = {}
     if couplings:
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(at.x.device)
+        start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64, device="cpu").to(at.x.device)
         start = start.repeat(len(couplings), 1)
         tops, bottoms = (
             largest_singular_value(partial(at.each, there), partial(at.each, back), start, steps=_STEPS).value
@@ -323,7 +325,9 @@ def _look_together(at: AtPoint) -> list[_LocalState]:
     for k, part in enumerate(parts):
         if part.part.rearranges:
             continue
-        top, bottom = known[k] if k in known else torch.tensor(part.extremes, dtype=torch.float64)[:, None]
+        top, bottom = (
+            known[k] if k in known else torch.tensor(part.extremes, dtype=torch.float64, device="cpu")[:, None]
+        )
         found[k].sigma_min, found[k].sigma_max = float(bottom.min()), float(top.max())
         found[k].condition = float((top / bottom).max())
     errors = distances_each(*at.local_round_trips()).relative.cpu()

@@ -197,7 +197,7 @@ def _inverse_alone(
 
 def _shaken(x: Tensor) -> Tensor:
     """x with every entry off by some roundings, up or down."""
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x) * 2 - 1
     return x * (1 + 16 * torch.finfo(x.dtype).eps * signs)
 
 

@@ -241,7 +241,7 @@ def angles_together(found: Grads, stored: Grads, chosen: Sequence[Sequence[nn.Pa
     pairs = [(k, p) for k, here in enumerate(chosen) for p in here if p.numel()]
     if not pairs:
         return [0.0 if here else None for here in chosen]
-    block, counts = torch.tensor([[k, p.numel()] for k, p in pairs]).T
+    block, counts = torch.tensor([[k, p.numel()] for k, p in pairs], device="cpu").T
 
     def flat(grads: Grads) -> Tensor:
         parts = [(grads[p] if p in grads else torch.zeros_like(p)).detach().double().flatten() for _, p in pairs]
@@ -250,7 +250,7 @@ def angles_together(found: Grads, stored: Grads, chosen: Sequence[Sequence[nn.Pa
     def lengths(values: Tensor, order: float = 2.0) -> Tensor:
         """Euclidean, or the largest entries, block by block on the CPU."""
         each = torch.stack(torch._foreach_norm(values.split(counts.tolist()), order)).cpu()
-        none = torch.zeros(len(chosen), dtype=each.dtype)
+        none = torch.zeros(len(chosen), dtype=each.dtype, device="cpu")
         if order == math.inf:
             return none.scatter_reduce(0, block, each, "amax")
         return none.index_add(0, block, each.square()).sqrt()

@@ -139,7 +139,11 @@ class Likelihood(Probe):
                 chosen = self._suspicious(subject, batch, value, tally)
                 left = (self.referenced or 0) - tally.trusted
                 calm = (~chosen).nonzero().flatten()
-                picked = calm[torch.randperm(len(calm), generator=torch.Generator().manual_seed(start))[: max(left, 0)]]
+                picked = calm[
+                    torch.randperm(len(calm), generator=torch.Generator().manual_seed(start), device="cpu")[
+                        : max(left, 0)
+                    ]
+                ]
                 tally.trusted += len(picked)
                 sure = torch.zeros_like(chosen)
                 sure[picked] = True
@@ -169,7 +173,7 @@ class Likelihood(Probe):
     def _suspicious(self, subject: Subject, batch: Batch, value: Tensor, tally: _Tally) -> Tensor:
         if batch.x.shape not in tally.signs:  # the same for every batch of a size
             generator = torch.Generator().manual_seed(1)
-            signs = torch.randint(0, 2, batch.x.shape, generator=generator).to(batch.x) * 2 - 1
+            signs = torch.randint(0, 2, batch.x.shape, generator=generator, device="cpu").to(batch.x) * 2 - 1
             tally.signs = {batch.x.shape: signs}
         moved = log_prob(subject, batch.x * (1 + subject.eps * tally.signs[batch.x.shape]), batch.context).double()
         return ~((moved - value).abs() <= _SUSPICIOUS * tolerance(value, tally.size, self.part))

@@ -136,7 +136,7 @@ class LogDet(Probe):
         found, count = Histogram(), 0
         total = min(source.count, self.limit or source.count)
         first: Batch | None = None
-        suspicion = torch.zeros(0)
+        suspicion = torch.zeros(0, device="cpu")
         draws = 1
         for batch in source.batches(self.batch, limit=self.limit, dtype=subject.dtype, device=subject.device):
             try:
@@ -295,7 +295,9 @@ def _reference(subject: Subject, x: Tensor, context: Tensor | None, exact: int, 
         pass
     size = x[0].numel()
     at = subject.linearized(x.expand(8, *x.shape[1:]).clone(), _repeat(context, 8))
-    start = torch.randn(8, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x.device)
+    start = torch.randn(8, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").to(
+        x.device
+    )
     # Lanczos finds the smallest singular value from above: a quarter of it is taken for the end of the spectrum.
     smallest = 0.25 / largest_singular_value(at.solve, at.solve_adjoint, start[:1].expand(8, -1), steps=steps).value
     low, high = mean_log_brackets(at.apply, at.adjoint, start, smallest, steps=steps)
@@ -369,7 +371,9 @@ def _structured(part: LinearPart) -> float | None:
     if isinstance(part.part, OnKept) and part.part.block.rearranges:
         return 0.0
     size = part.x[0].numel()
-    v = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(part.x.device)
+    v = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").to(
+        part.x.device
+    )
     moved = part.moved
     if moved is not None:  # a coupling: passed entries do not see moved ones, and moved ones see each other not at all
         scale = part.apply(moved)

@@ -58,5 +58,5 @@ def picture(image: Tensor, low: float, high: float, title: str, alt: str, group:
     broken = ~torch.isfinite(image).all(0)
     levels = ((image.nan_to_num(low, high, low) - low) / max(high - low, 1e-12)).clamp(0, 1).mul(255).round()
     pixels = levels.to(torch.uint8).permute(1, 2, 0).clone()
-    pixels[broken] = torch.tensor(CYAN, dtype=torch.uint8)
+    pixels[broken] = torch.tensor(CYAN, dtype=torch.uint8, device="cpu")
     return Picture(title, alt, base64.b64encode(png(pixels)).decode(), group)

@@ -243,7 +243,7 @@ def condition_numbers(
     """
     at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
+    start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
     largest = largest_singular_value(at.apply, at.adjoint, start, steps=steps).value
     return largest * largest_singular_value(at.solve, at.solve_adjoint, start, steps=steps).value
 

@@ -309,7 +309,7 @@ class ErrorMap(Probe):
             raise NotMeasured("the model takes a context: a map would show one context only")
         range_ = source.statistics()
         low, high = range_.center - self.widen * range_.half_range, range_.center + self.widen * range_.half_range
-        axis = torch.linspace(low, high, self.points, dtype=torch.float64)
+        axis = torch.linspace(low, high, self.points, dtype=torch.float64, device="cpu")
         second, first = torch.meshgrid(axis, axis, indexing="ij")
         grid = torch.stack((first, second), -1).reshape(-1, 2).to(subject.device, subject.dtype)
         errors, sizes = [], typical(source)

@@ -122,4 +122,4 @@ class Region:
         return self.clamp(self.low + (self.high - self.low) * self._coins(generator))
 
     def _coins(self, generator: torch.Generator) -> Tensor:
-        return torch.rand(self.low.shape, generator=generator, dtype=torch.float64).to(self.low)
+        return torch.rand(self.low.shape, generator=generator, dtype=torch.float64, device="cpu").to(self.low)

@@ -206,7 +206,7 @@ class _Range:
             return centre - times * half, centre + times * half
 
         low, high = ends(learned)
-        out = ((other < low) | (other > high)).flatten(1).any(1) if len(other) else torch.zeros(1)
+        out = ((other < low) | (other > high)).flatten(1).any(1) if len(other) else torch.zeros(1, device="cpu")
         low, high = ends(x)
         return cls(low, high, float(out.double().mean()), float(x.abs().max()))
 
@@ -284,7 +284,7 @@ class _Tally:
         sure = torch.zeros_like(chosen)
         if not bool(chosen.all()):
             calm = (~chosen).nonzero().flatten()
-            order = torch.randperm(len(calm), generator=torch.Generator().manual_seed(start))
+            order = torch.randperm(len(calm), generator=torch.Generator().manual_seed(start), device="cpu")
             sure[calm[order[: max(0, self.left - self.referenced)].to(calm.device)]] = True
             rest = ~chosen & ~sure
             self.skipped.append((x[rest], z[rest], None if context is None else context[rest]))
@@ -409,11 +409,11 @@ def _draw(base: Base, count: int, context: Tensor | None, generator: torch.Gener
 def _bits(subject: Subject, x: Tensor, context: Tensor | None, size: int) -> Tensor:
     """Bits per dimension of each sample; NaN where the model states no log-determinant."""
     if not subject.has_log_det or subject.base is None:
-        return torch.full((len(x),), math.nan)
+        return torch.full((len(x),), math.nan, device="cpu")
     try:
         z, log_det = subject.forward_and_log_det(x, context).values[:2]
     except (BilipError, NotImplementedError, ValueError):  # no log-determinant, or every sample failed
-        return torch.full((len(x),), math.nan)
+        return torch.full((len(x),), math.nan, device="cpu")
     with torch.no_grad():
         finite = torch.isfinite(z.flatten(1)).all(1)
         log_prob = subject.base.log_prob(_filled(z, finite), context).double() + log_det.double()

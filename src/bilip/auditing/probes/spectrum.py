@@ -174,7 +174,7 @@ def extremes(
 def _extremes(subject: Subject, x: Tensor, context: Tensor | None, steps: int, tolerance: float, seed: int) -> Extremes:
     at = subject.linearized(x, context)
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64).to(x.device)
+    start = torch.randn(at.count, at.size, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
     top = largest_singular_value(at.apply, at.adjoint, start, steps=steps, tolerance=tolerance)
     shaken = subject.linearized(x, context, noise=EPS, like=at)
     top_error = top.residual + _rounding(at.apply, shaken.apply, top.right, start)
@@ -340,7 +340,9 @@ def _svdvals(matrix: Tensor) -> Tensor:
 def _directions(size: int) -> Tensor:
     """Random orthonormal directions (rows), the same each time: up to 64, a rotation of smaller spaces."""
     generator = torch.Generator().manual_seed(2)
-    return torch.linalg.qr(torch.randn(size, min(size, 64), dtype=torch.float64, generator=generator))[0].T
+    return torch.linalg.qr(torch.randn(size, min(size, 64), dtype=torch.float64, generator=generator, device="cpu"))[
+        0
+    ].T
 
 
 def _apart(columns: Tensor, matrix: Tensor, directions: Tensor) -> float:

@@ -227,7 +227,7 @@ class _Tally:
                 start = self.filled[kind]
                 new = flags.log_prob[chosen][: self.keep - start]
                 if len(new):
-                    buffer = self.seen.setdefault(kind, torch.empty(self.keep, dtype=torch.float64))
+                    buffer = self.seen.setdefault(kind, torch.empty(self.keep, dtype=torch.float64, device="cpu"))
                     buffer[start : start + len(new)] = new
                     self.filled[kind] += len(new)
 
@@ -244,7 +244,7 @@ class _Tally:
 
     def _median(self, *, kind: bool) -> float | None:
         """The median; NaN counts as the lowest likelihood, so that it shows as -inf if half of them are."""
-        values = self.seen.get(kind, torch.empty(0))[: self.filled[kind]]
+        values = self.seen.get(kind, torch.empty(0, device="cpu"))[: self.filled[kind]]
         return float(values.nan_to_num(-math.inf, math.inf, -math.inf).median()) if len(values) else None
 
     def notes(self) -> tuple[str, ...]:
