@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bilip.data import Source
 
-__all__ = ["Distances", "Typical", "distances", "distances_each", "norms", "typical", "typical_norm"]
+__all__ = ["Distances", "Typical", "distances", "distances_each", "median_of_known", "norms", "typical", "typical_norm"]
 
 _ENOUGH = 16  # samples that tell the size of a feature
 
@@ -99,10 +99,23 @@ def typical(x: Tensor | Source) -> Typical:
     if x.ndim != 2 or len(x) < _ENOUGH:
         return Typical(typical_norm(x))
     size = x.detach().double().abs()
-    scale = torch.where(torch.isfinite(size) & (size > 0), size, torch.nan).nanmedian(0).values
+    scale = torch.where(torch.isfinite(size) & (size > 0), size, torch.nan)
+    scale = median_of_known(scale, 0)
     known = scale[torch.isfinite(scale)]
     scale = scale.nan_to_num(float(known.median()) if len(known) else 1.0)  # a feature that is 0 everywhere
     return Typical(typical_norm(x.detach().double() / scale), scale)
+
+
+def median_of_known(values: Tensor, dim: int) -> Tensor:
+    """The median of what is not NaN along a dimension, the lower one of two; `nanmedian` of a GPU raises where torch is told to be
+    deterministic.
+
+    Example:
+        >>> median_of_known(torch.tensor([[3.0, torch.nan, 1.0, 2.0]]), 1)
+        tensor([2.])
+    """
+    count = (~values.isnan()).sum(dim, keepdim=True)
+    return values.sort(dim).values.gather(dim, ((count - 1) // 2).clamp_min(0)).squeeze(dim)
 
 
 def distances(x: Tensor, other: Tensor, typical: Typical | float | None = None) -> Distances:
@@ -139,6 +152,6 @@ def distances_each(x: Tensor, other: Tensor) -> Distances:
     shape = x.shape[:2]
     x, difference = x.flatten(0, 1), (other.double() - x.double()).flatten(0, 1)
     size, l2 = norms(x).view(shape), norms(difference).view(shape)
-    known = torch.where(torch.isfinite(size) & (size > 0), size, torch.nan).nanmedian(1).values.nan_to_num(1.0)
+    known = median_of_known(torch.where(torch.isfinite(size) & (size > 0), size, torch.nan), 1).nan_to_num(1.0)
     size = torch.maximum(size, known.clamp_min(1e-300)[:, None])
     return Distances(l2, l2 / size, difference.abs().amax(1).view(shape))

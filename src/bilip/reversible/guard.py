@@ -157,7 +157,8 @@ class Drift:
     @classmethod
     def of(cls, places: list[int], found: Tensor, grads: Sequence[tuple[int, Tensor]], *, everywhere: bool) -> Drift:
         """From the drifts at these places, and gradients with how many of them came before."""
-        added = found.double().cumsum(0)
+        # Its cumsum; that of a GPU raises where torch is told to be deterministic.
+        added = found.double().expand(len(found), -1).tril().sum(1)
         least = added[-1] if everywhere or not grads else added[-1].square()
         if not grads:
             return cls(places, added, least, least)

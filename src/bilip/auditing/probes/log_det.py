@@ -13,6 +13,7 @@ from bilip import _linalg
 from bilip.auditing.budget import Budget
 from bilip.auditing.probes.probe import Probe, Task
 from bilip.auditing.reference import Reference
+from bilip.auditing.round_trip import median_of_known
 from bilip.auditing.subject import Outcome, Subject, in_dtype
 from bilip.blocks import Bijection
 from bilip.blocks.factor_out import OnKept
@@ -253,8 +254,8 @@ def _suspicious_too(subject: Subject, batch: Batch, suspicion: Tensor, count: in
     ranks = []
     for values in (batch.x, subject.forward(batch.x, batch.context).value):
         flat = values.detach().double().flatten(1)
-        apart = (flat - flat.nanmedian(0).values).abs()
-        unit = apart.nanmedian(0).values.clamp_min(1e-30)
+        apart = (flat - median_of_known(flat, 0)).abs()
+        unit = median_of_known(apart, 0).clamp_min(1e-30)
         ranks.append((apart / unit).nan_to_num(0.0, 0.0).amax(1).argsort(descending=True).tolist())
     apart = suspicion.nan_to_num(math.inf)
     ranks.insert(0 if float(apart.max()) > _ROUNDED else 2, apart.argsort(descending=True).tolist())

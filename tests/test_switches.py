@@ -1,10 +1,11 @@
-"""Whatever device torch makes new tensors on by default (`torch.set_default_device`), models are read where they are.
+"""Global switches of torch: the device that new tensors are made on, and deterministic algorithms.
 
-The device `meta` stands for any other one: a tensor that is made there by oversight has no numbers, and is found by that.
+The device `meta` stands for any other one than the CPU: a tensor that is made there by oversight has no numbers, and is found by that.
 """
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilip
 from bilip import Box, data, models
@@ -12,8 +13,9 @@ from bilip.blocks import Poisson
 from bilip.objectives import Likelihood
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Reversible
+from bilip.reversible.guard import Drift
 from bilip.testing import check_contract
-from bilip.training import Settings, Task, train
+from bilip.training import Settings, StabilityMonitor, Task, train
 from catalogue import CATALOGUE, IDS, wake
 from walks import gradient, off, planted
 
@@ -96,3 +98,45 @@ def test_a_flow_is_trained_and_cured(flow, x, tmp_path, elsewhere):
 def test_random_terms_and_toy_data_are_drawn_on_the_cpu(elsewhere):
     assert Poisson(2.0).draw() >= 0
     assert Box(-1, 1, (2,)).sample(3).device == data.checkerboard(3).device == torch.device("cpu")
+
+
+class Refused(TorchDispatchMode):
+    """Notes operations that raise on a GPU under `torch.use_deterministic_algorithms(True)`, as its documentation lists them."""
+
+    NAMES = ("histc", "median.dim", "nanmedian.dim", "kthvalue", "put_", "nll_loss2d_forward", "scatter_reduce")
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.name().removeprefix("aten::"), kwargs or {}
+        cumulative = name.startswith("cumsum") and args[0].is_floating_point()
+        weighed = name == "bincount" and len(args) > 1 and args[1] is not None
+        if name in self.NAMES or cumulative or weighed:
+            self.found.add(name)
+        return func(*args, **kwargs)
+
+
+def test_guarded_steps_are_deterministic_on_a_gpu(x):
+    model = Reversible(models.glow((3, 8, 8), levels=2, blocks=2, hidden=8, factor_out=True))
+    images = torch.rand(8, 3, 8, 8)
+    penalty = FiniteDifference(0.1)
+    with Refused() as refused:
+        for step in range(2):
+            z, log_det = model.forward_and_log_det(images)
+            (z.square().mean() - log_det.mean() + penalty(model, images, latent=(z, log_det), step=step)).backward()
+        StabilityMonitor(model, images)(0)
+    assert not refused.found
+
+
+def test_audits_are_deterministic_on_a_gpu(flow, x):
+    with Refused() as refused:
+        bilip.audit(flow, {"test": x}, ood=["uniform", "near"], budget="quick")
+    assert not refused.found
+
+
+def test_drift_that_is_not_finite_is_not_added_to_what_came_before_it():
+    drift = Drift.of([2, 1, 0], torch.tensor([1.0, torch.inf, torch.nan]), [], everywhere=True)
+    assert drift.added[:2].tolist() == [1.0, torch.inf]
+    assert drift.added[2].isnan()
