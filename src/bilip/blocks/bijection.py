@@ -209,9 +209,8 @@ class Bijection(nn.Module):
         except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
             if isinstance(error, BilipError):
                 raise
-            if not isinstance(
-                error, (RuntimeError, IndexError)
-            ):  # a part of another kind, or number, than it was built with
+            # A part of another kind, or a number, than it was built with.
+            if not isinstance(error, (RuntimeError, IndexError)):
                 raise UnknownLipschitz(
                     f"{type(self).__name__} holds a part about which nothing can be proved ({error}). Use the nets, partitions and "
                     "scales of bilip, or such as state what is proved about them."
