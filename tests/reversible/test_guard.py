@@ -910,6 +910,44 @@ def test_gradients_that_nearly_cancel_are_told():
         gradient(Reversible(model, Guard(action="raise")), model, x, there_and_back)
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_gradients_that_nearly_cancel_in_a_later_pass_over_a_graph_that_was_kept_are_told(calls):
+    """A call whose graph is kept may have its part in another backward pass."""
+    model, x = planted(1e-3)
+    guarded, parameters = Reversible(model, Guard(spot_check=0)), list(model.parameters())
+    apart = 1e-3 * torch.randn_like(x)
+    ends = guarded(x), guarded(x + apart)
+    for z in ends[:calls]:
+        torch.autograd.grad(z.square().mean(), parameters, retain_graph=True)
+    with pytest.warns(DriftWarning, match="nearly cancel"):
+        torch.autograd.grad((ends[0] - ends[1]).tanh().mean(), parameters, retain_graph=True)
+    assert not guarded._watch.together.found
+
+
+def test_gradients_are_held_no_longer_than_their_backward_pass():
+    """An output that is kept, and whose backward pass never comes, keeps nothing of every step alive."""
+    model, x = planted(1)
+    guarded = Reversible(model)
+    kept = guarded(x)
+    for _ in range(3):
+        (loss_of(guarded, x) + loss_of(guarded, x.flip(1))).backward()
+        assert not guarded._watch.together.found
+    assert kept.requires_grad
+
+
+@pytest.mark.parametrize("action", ["repair", "raise"])
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_several_calls_of_a_loss_that_overflows_do_not_cancel(factor, action):
+    """As where the scale of a loss in 16 bits is too large for a step."""
+    model, x = planted(1)
+    guarded = Reversible(model, Guard(action=action))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ((guarded(x).square().mean() + guarded(x + 1).square().mean()) * factor).backward()
+        gradient(guarded, model, x)
+    assert guarded.report().repaired == 0
+
+
 def around_frozen(kind):
     """A frozen flow, one of whose blocks is squashed, what is trained around it, and the output of a call for the first or second time."""
     torch.manual_seed(0)

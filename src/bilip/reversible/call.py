@@ -306,7 +306,7 @@ class Call:
         found, subtracts = together
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        if capturing(found) or float(found) <= limit:
+        if capturing(found) or not float(found) > limit:  # no number: the loss has overflowed, and nothing has cancelled
             return False
         return watch.cancelled(float(found), limit, subtracts=subtracts)
 

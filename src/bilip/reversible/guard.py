@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -180,8 +181,8 @@ class Together:
     """What the calls of one `Reversible` add up to in one backward pass.
 
     A loss that goes there and back, or subtracts, has calls whose gradients nearly cancel: each of them is right to a few digits, and
-    these may be all that is left of the sum. Gradients are held as long as calls are waiting whose backward pass is to come. A copy
-    starts without any.
+    these may be all that is left of the sum. Gradients are held as long as calls are waiting whose backward pass is to come, and no
+    longer than this one lasts. A copy starts without any.
     """
 
     def __init__(self) -> None:
@@ -201,21 +202,31 @@ class Together:
             grads: What it has found.
             drift: What that may be wrong by, relative to its size.
         """
-        self.waiting.pop(id(call), None)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self.waiting.pop(id(call), None)  # else it may have its part in another pass
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         before = self.found.pop(task, None)  # of this pass: those of other threads have other numbers
         if not self.waiting:
             self.found.clear()
-            if before is None:
-                return None
+        others = any(key != id(call) for key in self.waiting)
+        if not others and before is None:
+            return None
         if not grads:
             if before is not None:
                 self.found[task] = before
             return None
         total, wrong, subtracts = _added(before, grads, drift, subtracts=call.subtracts)
-        if self.waiting:
-            self.found[task] = total, wrong, subtracts
+        if others:
+            self._keep(task, (total, wrong, subtracts), begins=before is None)
         return None if before is None else (_relative(wrong, total), subtracts)
+
+    def _keep(self, task: int, found: Found, *, begins: bool) -> None:
+        """Hold what was found until its backward pass ends, since a call that is waiting may never have its own."""
+        if task < 0:  # not in a pass of the engine
+            return
+        self.found[task] = found
+        if begins:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.found.pop, task, None))
 
     def closed_by(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
