@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 import weakref
 
 import pytest
@@ -57,6 +58,40 @@ def test_a_loss_that_subtracts_within_a_batch_and_says_nothing(step, squared, la
         return (apart.square() if squared else apart).mean()
 
     stays_right(model, pairs, difference)
+
+
+@pytest.mark.parametrize("how", ["autograd.grad", "inputs"])
+@pytest.mark.parametrize("calls", ["one call", "two calls"])
+def test_gradients_that_nobody_asks_for_hide_nothing(how, calls):
+    """Those of the last block are 1e5 times larger than those that are asked for, and do not cancel."""
+    torch.manual_seed(0)
+    trunk = models.real_nvp(8, blocks=6, hidden=(32,), activation="tanh", coupling="additive")
+    with torch.no_grad():
+        [p for p in trunk[4].t.parameters() if p.ndim > 1][-1].mul_(3e4)
+    model, x = Chain(*trunk, blocks.ActNorm(8), shape=(8,)), torch.randn(64, 8)
+    model(x)
+    wanted, near = [p for block in list(model)[:5] for p in block.parameters()], x + 1e-2 * torch.randn_like(x)
+
+    def asked(f):
+        if calls == "one call":
+            z, log_det = f.forward_and_log_det(torch.cat([x, near]))
+            first, second = z.chunk(2)
+        else:
+            (first, log_det), second = f.forward_and_log_det(x), f(near)
+        loss = 100 * (first.sin() - second.sin()).mean() - 1e4 * log_det.mean()
+        if how == "autograd.grad":
+            return torch.autograd.grad(loss, wanted)
+        loss.backward(inputs=wanted)
+        found = [p.grad for p in wanted]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    stored, guarded = asked(model), Reversible(model, Guard(spot_check=0))
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = asked(guarded)
+        assert off(found, stored) < 1e-3 or any(issubclass(one.category, DriftWarning) for one in caught)
 
 
 def pixelwise(size=1, mode="zeros"):

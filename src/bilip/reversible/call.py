@@ -306,7 +306,9 @@ class Call:
         found, subtracts = together
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        if capturing(found) or not float(found) > limit:  # no number: the loss has overflowed, and nothing has cancelled
+        if (
+            capturing(found) or not float(found) > limit
+        ):  # no number: the loss has overflowed, and nothing has cancelled
             return False
         return watch.cancelled(float(found), limit, subtracts=subtracts)
 
@@ -367,7 +369,7 @@ class Call:
             with torch.no_grad(), self._as_then(k):
                 known = unit.undo(y, back.context, matrices)
         with self._as_then(k), signs:
-            return unit.back(
+            recovered = unit.back(
                 y,
                 back.context,
                 grad,
@@ -379,6 +381,10 @@ class Call:
                 outside=self.outside,
                 output=output,
             )
+        # What nobody asks for would hide what is wrong with the others, be it large, and what cancels in them.
+        if back.left_out:
+            recovered.parameters = {p: g for p, g in recovered.parameters.items() if p not in back.left_out}
+        return recovered
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self._as_then(k):
