@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,6 +23,7 @@ __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_fo
 ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
+SETS = 64  # of parameters that are trained together, of which is known what cancelled; older ones are forgotten
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
@@ -276,7 +278,8 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     apart: int = 0  # calls behind a loss that subtracts that do
     held: int = 0  # such calls so far
-    within: dict[bool, Within] = field(default_factory=dict)  # by direction: what cancelled within calls
+    # What cancelled within calls, by direction and by what was trained.
+    within: dict[tuple[bool, str], Within] = field(default_factory=dict)
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     together: Together = field(default_factory=Together, repr=False, compare=False)
@@ -296,6 +299,16 @@ class Watch:
         self.spot_checks += 1
         self.worst_angle = max(self.worst_angle, angle) if not math.isnan(angle) else math.inf
         self.worst_remaining = max(self.worst_remaining, remains) if not math.isnan(remains) else math.inf
+
+    def within_of(self, inverse: bool, names: Sequence[str]) -> Within:
+        """What cancelled within the calls of one direction in which the parameters of these names were trained; it says nothing of others."""
+        key = inverse, hashlib.blake2s("\n".join(names).encode(), digest_size=8).hexdigest()
+        if key not in self.within:
+            free = [other for other, one in self.within.items() if not one.captured]
+            for other in free[: max(0, len(free) + 1 - SETS)]:
+                del self.within[other]
+            self.within[key] = Within()
+        return self.within[key]
 
     def places(self, inverse: bool, size: int) -> set[int]:
         """The states to be stored in a call of this size, as many as the budget allows."""
@@ -318,7 +331,7 @@ class Watch:
         plain = {name: getattr(self, name) for name in _PLAIN}
         count = max((int(c) for c in self.counters.values()), default=self.count)
         anchors = [[way, k, size, self.names[way, k]] for (way, k), size in self.anchors.items()]
-        within = [[way, *one.state()] for way, one in self.within.items()]
+        within = [[*key, *one.state()] for key, one in self.within.items()]
         drifts = {"drift": dict(self.drift), "worst": dict(self.worst)}
         return {**plain, **drifts, "count": count, "anchors": anchors, "within": within}
 
@@ -331,11 +344,14 @@ class Watch:
         torch.tensor(plain["count"], dtype=torch.int64)  # raises where the counters cannot hold it
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
-        within = {bool(way): Within.of(*one) for way, *one in state["within"]}
+        # Older ones of four entries do not say what was trained.
+        within = {(bool(way), str(of)): Within.of(*one) for way, of, *one in (w for w in state["within"] if len(w) != 4)}
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
-        for way, one in self.within.items():
-            within.setdefault(way, Within()).read_from(one.gain)
+        for key, one in self.within.items():
+            found = within.setdefault(key, Within())
+            found.captured = one.captured
+            found.read_from(one.gain)
         for counter in self.counters.values():  # in place: captured steps go on from them
             counter.fill_(self.count)
         self.drift, self.worst, self.anchors, self.names, self.within = drift, worst, anchors, names, within
