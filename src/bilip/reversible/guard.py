@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -226,9 +225,13 @@ class Together:
         """Hold what was found until its backward pass ends, since a call that is waiting may never have its own."""
         if task < 0:  # not in a pass of the engine
             return
+
+        def ended() -> None:
+            self.found.pop(task, None)
+
         self.found[task] = found
         if begins:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.found.pop, task, None))
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def closed_by(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
@@ -301,7 +304,9 @@ class Watch:
         self.worst_remaining = max(self.worst_remaining, remains) if not math.isnan(remains) else math.inf
 
     def within_of(self, inverse: bool, names: Sequence[str]) -> Within:
-        """What cancelled within the calls of one direction in which the parameters of these names were trained; it says nothing of others."""
+        """What cancelled within the calls of one direction in which the parameters of these names were trained; of others it says
+        nothing.
+        """
         key = inverse, hashlib.blake2s("\n".join(names).encode(), digest_size=8).hexdigest()
         if key not in self.within:
             free = [other for other, one in self.within.items() if not one.captured]
@@ -345,7 +350,9 @@ class Watch:
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
         # Older ones of four entries do not say what was trained.
-        within = {(bool(way), str(of)): Within.of(*one) for way, of, *one in (w for w in state["within"] if len(w) != 4)}
+        within = {
+            (bool(way), str(of)): Within.of(*one) for way, of, *one in (w for w in state["within"] if len(w) != 4)
+        }
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
         for key, one in self.within.items():
