@@ -1182,6 +1182,43 @@ def test_calls_made_while_resting_are_recomputed():
         assert angle(found, [p.grad for p in model.parameters()]) < 1e-2
 
 
+class Timed(Bijection):
+    """A scale that depends on a time, one number for all samples."""
+
+    closed_form = True
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(0.1 * torch.randn(4))
+
+    def forward_and_log_det(self, x, context=None):
+        return x * (self.rate * context).exp(), (self.rate * context).sum().expand(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return z * (-self.rate * context).exp(), -(self.rate * context).sum().expand(len(z))
+
+    def forward(self, x, context=None):
+        return self.forward_and_log_det(x, context)[0]
+
+    def inverse(self, z, context=None):
+        return self.inverse_and_log_det(z, context)[0]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_spot_check_with_a_context_without_dimensions(wanted):
+    torch.manual_seed(0)
+    model, time = Chain(*(Timed() for _ in range(4)), shape=(4,)), torch.tensor(0.7, requires_grad=wanted)
+    guarded, x, leaves = Reversible(model, Guard(spot_check=1)), torch.randn(16, 4), [*model.parameters()]
+    leaves += [time] * wanted
+
+    def found(f):
+        z, log_det = f.forward_and_log_det(x, time)
+        return torch.autograd.grad((z.square().sum(1) / 2 - log_det).mean(), leaves)
+
+    assert off(found(guarded), found(model)) < 1e-6
+    assert guarded.report().spot_checks == 1
+
+
 class Centred(nn.Module):
     """A net that looks at the whole batch, and is no BatchNorm."""
 

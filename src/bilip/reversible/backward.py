@@ -55,7 +55,7 @@ class Backward:
         x, z, grad, *stored = (t[rows] for t in (self.x, self.z, self.grad, *self.stored))
         # One context may serve all samples.
         context, grad_log = (
-            None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log)
+            None if t is None else t[rows] if t.shape[:1] == (count,) else t for t in (self.context, self.grad_log)
         )
         return Backward(x, z, context, tuple(stored), grad, grad_log, left_out=self.left_out)
 
