@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,7 +42,11 @@ def hold(output: Tensor, share: float | Tensor) -> int:
         2
         >>> difference.square().sum().backward()
     """
-    if not isinstance(share, Tensor) and not 0 <= share <= 1:
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"hold: expected a tensor, got {type(output).__name__}. Hand in the difference itself, before its backward pass."
+        )
+    if share.numel() != 1 if isinstance(share, Tensor) else not (isinstance(share, Real) and 0 <= share <= 1):
         raise InputError(f"hold(share={share!r}): expected a number from 0 to 1.")
     waiting, seen, count = [output.grad_fn], set(), 0
     while waiting:

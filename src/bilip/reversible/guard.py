@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -64,10 +65,15 @@ class Guard:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise InputError(f"Guard(action={self.action!r}): expected one of {', '.join(map(repr, ACTIONS))}.")
+        for name, value in (("tolerance", self.tolerance), ("budget", self.budget), ("spot_check", self.spot_check)):
+            if not isinstance(value, Real) and not (value is None and name == "tolerance"):
+                raise InputError(f"Guard({name}={value!r}): expected a number.")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise InputError(f"Guard(tolerance={self.tolerance}): expected a number between 0 and 1.")
-        if self.budget < 0 or self.spot_check < 0:
+        if not (self.budget >= 0 and self.spot_check >= 0):
             raise InputError(f"Guard(budget={self.budget}, spot_check={self.spot_check}): expected numbers >= 0.")
+        if self.spot_check % 1:
+            raise InputError(f"Guard(spot_check={self.spot_check}): expected a whole number of steps.")
 
     def limit(self, dtype: torch.dtype) -> float:
         """The tolerance for a dtype.
