@@ -95,6 +95,28 @@ def test_gradients_that_nobody_asks_for_hide_nothing(how, calls):
         assert off(found, stored) < 1e-3 or any(issubclass(one.category, DriftWarning) for one in caught)
 
 
+def test_a_flow_that_was_frozen_at_its_call_alone_is_judged_as_frozen():
+    """As a critic is whose parameters ask for gradients again before the backward pass: what it would get hides nothing."""
+    torch.manual_seed(0)
+    trunk = models.real_nvp(8, blocks=6, hidden=(32,), activation="tanh", coupling="additive")
+    with torch.no_grad():
+        [p for p in trunk[4].t.parameters() if p.ndim > 1][-1].mul_(300)
+    model, encoder, x = Chain(*trunk, blocks.ActNorm(8), shape=(8,)), nn.Linear(8, 8), torch.randn(64, 8)
+    model(x)
+    pairs = torch.cat([x, x + 1e-4 * torch.randn_like(x)])
+
+    def repaired(again):
+        guarded = Reversible(model, Guard(spot_check=0))
+        for _ in range(3):
+            model.requires_grad_(False)
+            z, log_det = guarded.forward_and_log_det(encoder(pairs))
+            model.requires_grad_(again)
+            (1e4 * (z[:64].sin() - z[64:].sin()).mean() - 1e4 * log_det.mean()).backward()
+        return guarded.report().repaired
+
+    assert repaired(again=False) == repaired(again=True) == 3
+
+
 def pixelwise(size=1, mode="zeros"):
     """Couplings of images, one of them squashed, whose nets look at `size` pixels."""
     torch.manual_seed(0)

@@ -390,8 +390,7 @@ class Call:
                 output=output,
             )
         # What nobody asks for would hide what is wrong with the others, be it large, and what cancels in them.
-        if back.left_out:
-            recovered.parameters = {p: g for p, g in recovered.parameters.items() if p not in back.left_out}
+        recovered.parameters = {p: g for p, g in recovered.parameters.items() if p in back.asked}
         return recovered
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:

@@ -101,9 +101,9 @@ class MemorySaving(torch.autograd.Function):
         )
         upstream = bool(of_input), bool(of_context)
         inside = (*call.parameters, *call.outside)
-        left_out = frozenset(p for p, w in zip(inside, wanted[2:], strict=True) if not w)
+        asked = frozenset(p for p, w in zip(inside, wanted[2:], strict=True) if w)
         outward = wanted[0] or wanted[1]
-        back = Backward(x, z, context, stored, grad, grad_log, outward, upstream, left_out)
+        back = Backward(x, z, context, stored, grad, grad_log, outward, upstream, asked)
         g_x, result = call.backward(back)
         # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.
         if result.overflowed:
