@@ -139,11 +139,12 @@ def test_other_ways_to_factor_are_seen(line):
 
 # Names of torch and Python that have no public form.
 TORCH = """
-    _C _apply _autograd _backward_hooks _backward_pre_hooks _base _buffers _call_impl _compiled_call_impl _conv_forward _ConvNd
-    _BatchNorm _cache_enabled _current_graph_task_id _current_level _DropoutNd _exit _foreach_copy_ _foreach_lerp_ _foreach_norm
-    _forward_hooks _forward_pre_hooks _functorch _get_default_store _getframe _global_backward_hooks
-    _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks _modules _NormBase
-    _parameters _reversed_padding_repeated_twice _schema _SpectralNorm _to_copy _top_saved_tensors_default_hooks _version
+    _C _apply _autograd _backward_hooks _backward_pre_hooks _base _buffers _call_impl _compiled_call_impl _conv_forward
+    _ConvNd _BatchNorm _cache_enabled _current_graph_task_id _current_level _DropoutNd _execution_engine _exit
+    _foreach_copy_ _foreach_lerp_ _foreach_norm _forward_hooks _forward_pre_hooks _functorch
+    _get_current_graph_task_keep_graph _get_default_store _getframe _global_backward_hooks _global_backward_pre_hooks
+    _global_forward_hooks _global_forward_pre_hooks _modules _NormBase _parameters _reversed_padding_repeated_twice
+    _schema _SpectralNorm _to_copy _top_saved_tensors_default_hooks _version _will_engine_execute_node
 """
 # What a class shares with the few that it works with, and with no others.
 SHARED = {

@@ -13,6 +13,7 @@ from bilip import Chain, blocks, models, nets
 from bilip.errors import DriftError
 from bilip.regularizers import FiniteDifference
 from bilip.reversible import Guard, Reversible, angle
+from bilip.reversible.function import hold
 from catalogue import CATALOGUE, overflowing, squash, wake
 from recorded import play_graphs_on_the_cpu
 
@@ -284,6 +285,26 @@ def test_bad_input():
         Reversible(models.real_nvp(4), Guard(tolerance=1e-9))(torch.randn(3, 4))
     with pytest.raises(bilip.errors.InputError, match="action"):
         Guard(action="hope")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda f, x: f(x, (x, x)),
+        lambda f, x: f(x, [1.0]),
+        lambda f, x: f.forward_and_log_det(x, x.numpy()),
+        lambda f, x: Guard(tolerance="small"),
+        lambda f, x: Guard(budget=None),
+        lambda f, x: Guard(budget=float("nan")),
+        lambda f, x: Guard(spot_check=0.5),
+        lambda f, x: hold(f(x), "a tenth"),
+        lambda f, x: hold(f(x), torch.tensor([0.1, 0.2])),
+        lambda f, x: hold(None, 0.1),
+    ],
+)
+def test_what_is_no_tensor_or_number_is_named(mistake):
+    with pytest.raises(bilip.errors.InputError, match="expected"):
+        mistake(Reversible(models.real_nvp(4, blocks=2)), torch.randn(3, 4))
 
 
 def test_an_input_changed_in_place_is_noticed():

@@ -910,6 +910,44 @@ def test_gradients_that_nearly_cancel_are_told():
         gradient(Reversible(model, Guard(action="raise")), model, x, there_and_back)
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_gradients_that_nearly_cancel_in_a_later_pass_over_a_graph_that_was_kept_are_told(calls):
+    """A call whose graph is kept may have its part in another backward pass."""
+    model, x = planted(1e-3)
+    guarded, parameters = Reversible(model, Guard(spot_check=0)), list(model.parameters())
+    apart = 1e-3 * torch.randn_like(x)
+    ends = guarded(x), guarded(x + apart)
+    for z in ends[:calls]:
+        torch.autograd.grad(z.square().mean(), parameters, retain_graph=True)
+    with pytest.warns(DriftWarning, match="nearly cancel"):
+        torch.autograd.grad((ends[0] - ends[1]).tanh().mean(), parameters, retain_graph=True)
+    assert not guarded._watch.together.found
+
+
+def test_gradients_are_held_no_longer_than_their_backward_pass():
+    """An output that is kept, and whose backward pass never comes, keeps nothing of every step alive."""
+    model, x = planted(1)
+    guarded = Reversible(model)
+    kept = guarded(x)
+    for _ in range(3):
+        (loss_of(guarded, x) + loss_of(guarded, x.flip(1))).backward()
+        assert not guarded._watch.together.found
+    assert kept.requires_grad
+
+
+@pytest.mark.parametrize("action", ["repair", "raise"])
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_several_calls_of_a_loss_that_overflows_do_not_cancel(factor, action):
+    """As where the scale of a loss in 16 bits is too large for a step."""
+    model, x = planted(1)
+    guarded = Reversible(model, Guard(action=action))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ((guarded(x).square().mean() + guarded(x + 1).square().mean()) * factor).backward()
+        gradient(guarded, model, x)
+    assert guarded.report().repaired == 0
+
+
 def around_frozen(kind):
     """A frozen flow, one of whose blocks is squashed, what is trained around it, and the output of a call for the first or second time."""
     torch.manual_seed(0)
@@ -1142,6 +1180,43 @@ def test_calls_made_while_resting_are_recomputed():
         model.zero_grad()
         (model(x[0]).square().sum() + model(x[1]).square().sum()).backward()
         assert angle(found, [p.grad for p in model.parameters()]) < 1e-2
+
+
+class Timed(Bijection):
+    """A scale that depends on a time, one number for all samples."""
+
+    closed_form = True
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(0.1 * torch.randn(4))
+
+    def forward_and_log_det(self, x, context=None):
+        return x * (self.rate * context).exp(), (self.rate * context).sum().expand(len(x))
+
+    def inverse_and_log_det(self, z, context=None):
+        return z * (-self.rate * context).exp(), -(self.rate * context).sum().expand(len(z))
+
+    def forward(self, x, context=None):
+        return self.forward_and_log_det(x, context)[0]
+
+    def inverse(self, z, context=None):
+        return self.inverse_and_log_det(z, context)[0]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_spot_check_with_a_context_without_dimensions(wanted):
+    torch.manual_seed(0)
+    model, time = Chain(*(Timed() for _ in range(4)), shape=(4,)), torch.tensor(0.7, requires_grad=wanted)
+    guarded, x, leaves = Reversible(model, Guard(spot_check=1)), torch.randn(16, 4), [*model.parameters()]
+    leaves += [time] * wanted
+
+    def found(f):
+        z, log_det = f.forward_and_log_det(x, time)
+        return torch.autograd.grad((z.square().sum(1) / 2 - log_det).mean(), leaves)
+
+    assert off(found(guarded), found(model)) < 1e-6
+    assert guarded.report().spot_checks == 1
 
 
 class Centred(nn.Module):

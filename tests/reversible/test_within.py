@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from bilip import Chain, blocks, models
 from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, call
 from bilip.reversible.function import hold
+from bilip.reversible.guard import SETS
 from bilip.reversible.within import CALLS, NOTHING, ODD, TAKEN_OVER, Within, cancelled, weights
 from catalogue import squash
 from walks import TOLERANCE, gradient, loss_of, off, planted
@@ -57,6 +59,62 @@ def test_a_loss_that_subtracts_within_a_batch_and_says_nothing(step, squared, la
         return (apart.square() if squared else apart).mean()
 
     stays_right(model, pairs, difference)
+
+
+@pytest.mark.parametrize("how", ["autograd.grad", "inputs"])
+@pytest.mark.parametrize("calls", ["one call", "two calls"])
+def test_gradients_that_nobody_asks_for_hide_nothing(how, calls):
+    """Those of the last block are 1e5 times larger than those that are asked for, and do not cancel."""
+    torch.manual_seed(0)
+    trunk = models.real_nvp(8, blocks=6, hidden=(32,), activation="tanh", coupling="additive")
+    with torch.no_grad():
+        [p for p in trunk[4].t.parameters() if p.ndim > 1][-1].mul_(3e4)
+    model, x = Chain(*trunk, blocks.ActNorm(8), shape=(8,)), torch.randn(64, 8)
+    model(x)
+    wanted, near = [p for block in list(model)[:5] for p in block.parameters()], x + 1e-2 * torch.randn_like(x)
+
+    def asked(f):
+        if calls == "one call":
+            z, log_det = f.forward_and_log_det(torch.cat([x, near]))
+            first, second = z.chunk(2)
+        else:
+            (first, log_det), second = f.forward_and_log_det(x), f(near)
+        loss = 100 * (first.sin() - second.sin()).mean() - 1e4 * log_det.mean()
+        if how == "autograd.grad":
+            return torch.autograd.grad(loss, wanted)
+        loss.backward(inputs=wanted)
+        found = [p.grad for p in wanted]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    stored, guarded = asked(model), Reversible(model, Guard(spot_check=0))
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = asked(guarded)
+        assert off(found, stored) < 1e-3 or any(issubclass(one.category, DriftWarning) for one in caught)
+
+
+def test_a_flow_that_was_frozen_at_its_call_alone_is_judged_as_frozen():
+    """As a critic is whose parameters ask for gradients again before the backward pass: what it would get hides nothing."""
+    torch.manual_seed(0)
+    trunk = models.real_nvp(8, blocks=6, hidden=(32,), activation="tanh", coupling="additive")
+    with torch.no_grad():
+        [p for p in trunk[4].t.parameters() if p.ndim > 1][-1].mul_(300)
+    model, encoder, x = Chain(*trunk, blocks.ActNorm(8), shape=(8,)), nn.Linear(8, 8), torch.randn(64, 8)
+    model(x)
+    pairs = torch.cat([x, x + 1e-4 * torch.randn_like(x)])
+
+    def repaired(again):
+        guarded = Reversible(model, Guard(spot_check=0))
+        for _ in range(3):
+            model.requires_grad_(False)
+            z, log_det = guarded.forward_and_log_det(encoder(pairs))
+            model.requires_grad_(again)
+            (1e4 * (z[:64].sin() - z[64:].sin()).mean() - 1e4 * log_det.mean()).backward()
+        return guarded.report().repaired
+
+    assert repaired(again=False) == repaired(again=True) == 3
 
 
 def pixelwise(size=1, mode="zeros"):
@@ -422,6 +480,55 @@ def test_a_resumed_training_looks_where_one_without_a_break_does(break_at, monke
     assert older.report().steps == break_at
 
 
+@pytest.mark.parametrize("how", ["frozen", "left out"])
+def test_what_cancelled_where_a_part_was_trained_says_nothing_of_the_whole(how):
+    """The last block has next to nothing to say, and was trained alone before."""
+    torch.manual_seed(1)
+    model = models.real_nvp(8, blocks=8, hidden=(16,))
+    squash(model[3], 3e-3)
+    with torch.no_grad():
+        for p in model[-1].parameters():
+            if p.ndim > 1:
+                p.mul_(1e-5)
+    part, x = next(p for p in model[-1].parameters() if p.ndim > 1), torch.randn(16, 8)
+    pairs, guarded = torch.cat([x, x + 1e-3 * torch.randn_like(x)]), Reversible(model, Guard(spot_check=0))
+    for p in model.parameters():
+        p.requires_grad_(how == "left out" or p is part)
+    for _ in range(CALLS):
+        torch.autograd.grad(difference(guarded(pairs)), part)
+    model.requires_grad_()
+    stored = gradient(model, model, pairs, halves_apart)
+    for _ in range(3):
+        assert off(gradient(guarded, model, pairs, halves_apart), stored) < 1e-3
+
+
+def test_as_much_is_known_of_many_parts_as_of_a_few():
+    """Where another part is trained in every step; what captured steps read is never let go."""
+    watch = Reversible(models.real_nvp(4, blocks=2))._watch
+    read = watch.within_of(False, ["captured"])
+    read.captured = True
+    for k in range(2 * SETS):
+        watch.within_of(False, [str(k)])
+    assert len(watch.within) == SETS + 1
+    assert watch.within_of(False, ["captured"]) is read
+    assert watch.within_of(True, ["captured"]) is not read
+
+
+def test_a_step_that_rests_makes_the_number_that_captured_steps_read():
+    """Made while a step is captured it would be nothing again in every replay, and each of them run again."""
+    model, x = planted(1e-3)
+    guarded = Reversible(model, Guard(spot_check=0))
+    guarded._watch.rest = 1
+    gradient(guarded, model, x)
+    (within,) = guarded._watch.within.values()
+    gain = within.gain
+    gradient(guarded, model, torch.cat([x, x + 0.1]), halves_apart)
+    gradient(guarded, model, torch.cat([x, x + 0.1]), halves_apart)
+    assert gain is not None
+    assert within.gain is gain
+    assert gain > 0
+
+
 def test_captured_steps_go_on_with_the_numbers_of_a_state_that_is_loaded():
     """They read and write the tensors that they were recorded with, whatever is loaded behind them."""
     model, x = planted(1e-2)
@@ -431,18 +538,20 @@ def test_captured_steps_go_on_with_the_numbers_of_a_state_that_is_loaded():
         for _ in range(steps):
             gradient(f, model, pairs, halves_apart)
     watch = one._watch
-    counter, gain = watch.counters[x.device], watch.within[False].gain
+    (within,) = watch.within.values()
+    counter, gain = watch.counters[x.device], within.gain
     for source in (other, fresh):
         state = source.guard_state()
         one.load_guard_state(state)
         assert watch.counters[x.device] is counter
-        assert watch.within[False].gain is gain
+        (within,) = watch.within.values()
+        assert within.gain is gain
         assert int(counter) == state["count"]
-        within = source._watch.within
-        assert float(gain) == max(within[False].gains if within else [0.0])
+        loaded = [*source._watch.within.values()]
+        assert float(gain) == max(loaded[0].gains if loaded else [0.0])
         assert one.guard_state()["count"] == state["count"]
         gradient(one, model, pairs, halves_apart)
-        assert float(gain) == max(watch.within[False].gains)
+        assert float(gain) == max(within.gains)
 
 
 @pytest.mark.parametrize("step", [1e-3, 1e-4])
@@ -641,7 +750,8 @@ def test_a_loss_that_is_scaled_to_what_16_bits_hold_is_looked_at_all_the_same(be
     guarded = Reversible(model, Guard(spot_check=0))
     found = gradient(guarded, model, pairs, loss)
     assert off(found, gradient(model, model, pairs, loss)) < 1e-3
-    assert guarded._watch.within[False].gains  # measured: no guess that rests
+    (within,) = guarded._watch.within.values()
+    assert within.gains  # measured: no guess that rests
 
 
 def test_what_is_expected_follows_what_is_left_of_the_gradients():

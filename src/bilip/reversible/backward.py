@@ -29,6 +29,8 @@ class Backward:
     outward: bool = False
     # Whether what the gradient of the input goes on to, and that of the context, may add up the samples.
     upstream: tuple[bool, bool] = (False, False)
+    # Parameters, and tensors from outside, whose gradients this backward pass was asked for: the others are as if frozen.
+    asked: frozenset[Tensor] = frozenset()
 
     def gives_finite(self, grad: Tensor) -> Tensor:
         """Whether the gradient of the input is finite, and the output too, or else the loss is to blame."""
@@ -53,9 +55,9 @@ class Backward:
         x, z, grad, *stored = (t[rows] for t in (self.x, self.z, self.grad, *self.stored))
         # One context may serve all samples.
         context, grad_log = (
-            None if t is None else t[rows] if len(t) == count else t for t in (self.context, self.grad_log)
+            None if t is None else t[rows] if t.shape[:1] == (count,) else t for t in (self.context, self.grad_log)
         )
-        return Backward(x, z, context, tuple(stored), grad, grad_log)
+        return Backward(x, z, context, tuple(stored), grad, grad_log, asked=self.asked)
 
     def lost_before(self, grad: Tensor, of_context: Tensor | None) -> Tensor:
         """How many times larger errors are, relative to the gradient, of what is trained before a frozen bijection or makes its context:

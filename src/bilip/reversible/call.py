@@ -238,6 +238,8 @@ class Call:
 
     def _exact(self, watch: Watch, back: Backward) -> tuple[Tensor, Sum]:
         grad, result = self._recompute(back)
+        if result.parameters and not capturing(grad):
+            self._within(watch, result).on(grad.device)  # for captured steps to come
         self._cancels(watch, back, grad, result, torch.zeros((), dtype=torch.float64, device=grad.device))
         return grad, result
 
@@ -254,11 +256,12 @@ class Call:
         if not result.parameters:
             lost = back.lost_before(grad, result.context)
             return lost if capturing(back.x) else float(lost)
-        within = watch.within.setdefault(self.inverse, Within())
+        within = self._within(watch, result)
         given = sizes([g for g in (back.grad, back.grad_log) if g is not None])
         left = torch.linalg.vector_norm(sizes([*result.parameters.values()])) if drift.size is None else drift.size
         size = torch.linalg.vector_norm(given)
         if capturing(back.x):
+            within.captured = True
             # Where no call was looked at, as much as can be: the flag has the step run again, which looks.
             return within.expected(left, size, NOTHING)
         expected = within.expected(left, size)
@@ -274,6 +277,11 @@ class Call:
                 gains += (self._gain(watch, back, k, size) for k in range(1, LOOKS))
             lost = within.measured(share, math.sqrt(sum(gain * gain for gain in gains) / len(gains)))
         return lost
+
+    def _within(self, watch: Watch, result: Sum) -> Within:
+        """What is known of calls like this one, in which the same is trained."""
+        names = [name for name, p in self.bijection.named_parameters() if p in result.parameters]
+        return watch.within_of(self.inverse, names)
 
     def _gain(self, watch: Watch, back: Backward, draw: int, size: Tensor) -> float:
         """How large the gradients of the parameters are, relative to those of the outputs, with samples weighed at random; infinite where
@@ -306,7 +314,9 @@ class Call:
         found, subtracts = together
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        if capturing(found) or float(found) <= limit:
+        if (
+            capturing(found) or not float(found) > limit
+        ):  # no number: the loss has overflowed, and nothing has cancelled
             return False
         return watch.cancelled(float(found), limit, subtracts=subtracts)
 
@@ -367,7 +377,7 @@ class Call:
             with torch.no_grad(), self._as_then(k):
                 known = unit.undo(y, back.context, matrices)
         with self._as_then(k), signs:
-            return unit.back(
+            recovered = unit.back(
                 y,
                 back.context,
                 grad,
@@ -379,6 +389,9 @@ class Call:
                 outside=self.outside,
                 output=output,
             )
+        # What nobody asks for would hide what is wrong with the others, be it large, and what cancels in them.
+        recovered.parameters = {p: g for p, g in recovered.parameters.items() if p in back.asked}
+        return recovered
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self._as_then(k):

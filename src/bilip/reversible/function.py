@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,7 +42,11 @@ def hold(output: Tensor, share: float | Tensor) -> int:
         2
         >>> difference.square().sum().backward()
     """
-    if not isinstance(share, Tensor) and not 0 <= share <= 1:
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"hold: expected a tensor, got {type(output).__name__}. Hand in the difference itself, before its backward pass."
+        )
+    if share.numel() != 1 if isinstance(share, Tensor) else not (isinstance(share, Real) and 0 <= share <= 1):
         raise InputError(f"hold(share={share!r}): expected a number from 0 to 1.")
     waiting, seen, count = [output.grad_fn], set(), 0
     while waiting:
@@ -77,7 +82,7 @@ class MemorySaving(torch.autograd.Function):
         call: Call = ctx.call
         x, z, context, *rest = ctx.saved_tensors
         stored, parameters = tuple(rest[: ctx.count]), rest[ctx.count :]
-        wanted = ctx.needs_input_grad[1:]
+        wanted = _asked_for(ctx, (x, context, *parameters))
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             given = [g for g in grads if g is not None]
             function = partial(_vjp, call.stored, [k for k, g in enumerate(grads) if g is not None], wanted)
@@ -95,7 +100,10 @@ class MemorySaving(torch.autograd.Function):
             for w, t in zip(wanted, (x, context), strict=False)
         )
         upstream = bool(of_input), bool(of_context)
-        back = Backward(x, z, context, stored, grad, grad_log, outward=wanted[0] or wanted[1], upstream=upstream)
+        inside = (*call.parameters, *call.outside)
+        asked = frozenset(p for p, w in zip(inside, wanted[2:], strict=True) if w)
+        outward = wanted[0] or wanted[1]
+        back = Backward(x, z, context, stored, grad, grad_log, outward, upstream, asked)
         g_x, result = call.backward(back)
         # Zero times infinity: autograd leaves out what no loss has looked at, block by block does not.
         if result.overflowed:
@@ -105,8 +113,22 @@ class MemorySaving(torch.autograd.Function):
             None,
             g_x.to(x.dtype) if wanted[0] else None,
             result.context if wanted[1] else None,
-            *(result.parameters.get(p) for p in (*call.parameters, *call.outside)),
+            *(result.parameters.get(p) for p in inside),
         )
+
+
+def _asked_for(ctx: Any, inputs: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    """Which inputs this backward pass wants the gradient of: `torch.autograd.grad` may be asked for those of a few."""
+    nodes = iter([node for node, _ in ctx.next_functions])  # of those inputs that are tensors
+    ways = [None if t is None else next(nodes) for t in inputs]
+    return tuple(node is not None and _is_met(node) for node in ways)
+
+
+def _is_met(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # a leaf that was named, or no pass of the engine
+        return True
 
 
 def _stored(

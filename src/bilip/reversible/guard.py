@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,6 +23,7 @@ __all__ = ["Drift", "DriftWarning", "Guard", "GuardReport", "Watch", "anchors_fo
 ACTIONS = ("repair", "warn", "raise")
 REST = 20  # steps that are computed without a walk where there is no room for anchors, or where gradients cancel
 APART = 240  # calls behind a loss that subtracts (`hold`) that are, where their gradients cancel: the steps between them walk on
+SETS = 64  # of parameters that are trained together, of which is known what cancelled; older ones are forgotten
 AHEAD = 10  # an anchor stands where a tenth of the limit has added up
 _PLAIN = ("steps", "repaired", "warned", "tolerance", "spot_checks", "worst_angle", "worst_remaining", "rest", "apart")
 
@@ -62,10 +65,15 @@ class Guard:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise InputError(f"Guard(action={self.action!r}): expected one of {', '.join(map(repr, ACTIONS))}.")
+        for name, value in (("tolerance", self.tolerance), ("budget", self.budget), ("spot_check", self.spot_check)):
+            if not isinstance(value, Real) and not (value is None and name == "tolerance"):
+                raise InputError(f"Guard({name}={value!r}): expected a number.")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise InputError(f"Guard(tolerance={self.tolerance}): expected a number between 0 and 1.")
-        if self.budget < 0 or self.spot_check < 0:
+        if not (self.budget >= 0 and self.spot_check >= 0):
             raise InputError(f"Guard(budget={self.budget}, spot_check={self.spot_check}): expected numbers >= 0.")
+        if self.spot_check % 1:
+            raise InputError(f"Guard(spot_check={self.spot_check}): expected a whole number of steps.")
 
     def limit(self, dtype: torch.dtype) -> float:
         """The tolerance for a dtype.
@@ -181,8 +189,8 @@ class Together:
     """What the calls of one `Reversible` add up to in one backward pass.
 
     A loss that goes there and back, or subtracts, has calls whose gradients nearly cancel: each of them is right to a few digits, and
-    these may be all that is left of the sum. Gradients are held as long as calls are waiting whose backward pass is to come. A copy
-    starts without any.
+    these may be all that is left of the sum. Gradients are held as long as calls are waiting whose backward pass is to come, and no
+    longer than this one lasts. A copy starts without any.
     """
 
     def __init__(self) -> None:
@@ -202,21 +210,35 @@ class Together:
             grads: What it has found.
             drift: What that may be wrong by, relative to its size.
         """
-        self.waiting.pop(id(call), None)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+            self.waiting.pop(id(call), None)  # else it may have its part in another pass
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         before = self.found.pop(task, None)  # of this pass: those of other threads have other numbers
         if not self.waiting:
             self.found.clear()
-            if before is None:
-                return None
+        others = any(key != id(call) for key in self.waiting)
+        if not others and before is None:
+            return None
         if not grads:
             if before is not None:
                 self.found[task] = before
             return None
         total, wrong, subtracts = _added(before, grads, drift, subtracts=call.subtracts)
-        if self.waiting:
-            self.found[task] = total, wrong, subtracts
+        if others:
+            self._keep(task, (total, wrong, subtracts), begins=before is None)
         return None if before is None else (_relative(wrong, total), subtracts)
+
+    def _keep(self, task: int, found: Found, *, begins: bool) -> None:
+        """Hold what was found until its backward pass ends, since a call that is waiting may never have its own."""
+        if task < 0:  # not in a pass of the engine
+            return
+
+        def ended() -> None:
+            self.found.pop(task, None)
+
+        self.found[task] = found
+        if begins:
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def closed_by(self, call: Any, grads: Mapping[Any, Tensor], drift: Tensor) -> Tensor | None:
         """What the sum of all gradients of this backward pass may be wrong by, relative to its size, with those of its last call; `None`
@@ -266,7 +288,8 @@ class Watch:
     rest: int = 0  # steps that go straight to the repair: drifting, and no room for anchors
     apart: int = 0  # calls behind a loss that subtracts that do
     held: int = 0  # such calls so far
-    within: dict[bool, Within] = field(default_factory=dict)  # by direction: what cancelled within calls
+    # What cancelled within calls, by direction and by what was trained.
+    within: dict[tuple[bool, str], Within] = field(default_factory=dict)
     count: int = 0  # where the counters start
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     together: Together = field(default_factory=Together, repr=False, compare=False)
@@ -286,6 +309,18 @@ class Watch:
         self.spot_checks += 1
         self.worst_angle = max(self.worst_angle, angle) if not math.isnan(angle) else math.inf
         self.worst_remaining = max(self.worst_remaining, remains) if not math.isnan(remains) else math.inf
+
+    def within_of(self, inverse: bool, names: Sequence[str]) -> Within:
+        """What cancelled within the calls of one direction in which the parameters of these names were trained; of others it says
+        nothing.
+        """
+        key = inverse, hashlib.blake2s("\n".join(names).encode(), digest_size=8).hexdigest()
+        if key not in self.within:
+            free = [other for other, one in self.within.items() if not one.captured]
+            for other in free[: max(0, len(free) + 1 - SETS)]:
+                del self.within[other]
+            self.within[key] = Within()
+        return self.within[key]
 
     def places(self, inverse: bool, size: int) -> set[int]:
         """The states to be stored in a call of this size, as many as the budget allows."""
@@ -308,7 +343,7 @@ class Watch:
         plain = {name: getattr(self, name) for name in _PLAIN}
         count = max((int(c) for c in self.counters.values()), default=self.count)
         anchors = [[way, k, size, self.names[way, k]] for (way, k), size in self.anchors.items()]
-        within = [[way, *one.state()] for way, one in self.within.items()]
+        within = [[*key, *one.state()] for key, one in self.within.items()]
         drifts = {"drift": dict(self.drift), "worst": dict(self.worst)}
         return {**plain, **drifts, "count": count, "anchors": anchors, "within": within}
 
@@ -321,11 +356,16 @@ class Watch:
         torch.tensor(plain["count"], dtype=torch.int64, device="cpu")  # raises where the counters cannot hold it
         anchors = {(bool(way), int(k)): int(size) for way, k, size, _ in state["anchors"]}
         names = {(bool(way), int(k)): str(name) for way, k, _, name in state["anchors"]}
-        within = {bool(way): Within.of(*one) for way, *one in state["within"]}
+        # Older ones of four entries do not say what was trained.
+        within = {
+            (bool(way), str(of)): Within.of(*one) for way, of, *one in (w for w in state["within"] if len(w) != 4)
+        }
         for name, value in plain.items():  # nothing is changed before all of it could be read
             setattr(self, name, value)
-        for way, one in self.within.items():
-            within.setdefault(way, Within()).read_from(one.gain)
+        for key, one in self.within.items():
+            found = within.setdefault(key, Within())
+            found.captured = one.captured
+            found.read_from(one.gain)
         for counter in self.counters.values():  # in place: captured steps go on from them
             counter.fill_(self.count)
         self.drift, self.worst, self.anchors, self.names, self.within = drift, worst, anchors, names, within

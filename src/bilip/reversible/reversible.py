@@ -113,13 +113,18 @@ class Reversible(Directed, Wrapped):
         self.check(x)
         parameters = [p for p in self.bijection.parameters() if p.requires_grad]
         wanted = torch.is_grad_enabled() and (
-            bool(parameters) or x.requires_grad or (context is not None and context.requires_grad)
+            bool(parameters) or x.requires_grad or (isinstance(context, Tensor) and context.requires_grad)
         )
         if not wanted or not len(x) or self.memory == "stored" or is_transformed(x) or self._swapped():
             b = self.bijection
             if log_det:
                 return (b.inverse_and_log_det if inverse else b.forward_and_log_det)(x, context)
             return ((b.inverse if inverse else b)(x, context),)
+        if context is not None and not isinstance(context, Tensor):
+            raise InputError(
+                f"Reversible: expected a tensor as context, got {type(context).__name__}. Convert it with torch.as_tensor, or use "
+                "memory='stored'."
+            )
         if self._watch is not None:
             self._watch.guard.limit(x.dtype)
         kind = (inverse, log_det, tuple(module.training for module in self.bijection.modules()))

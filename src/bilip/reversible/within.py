@@ -22,7 +22,7 @@ MARGIN = 10.0  # what is expected may be too low by this factor; of 23 losses of
 
 
 class Within:
-    """What cancelled within the calls of one direction.
+    """What cancelled within the calls of one direction, where some parameters or others are trained.
 
     Of calls that were looked at: how many times larger the gradients of the parameters would be than those of the outputs if samples
     were independent. It says, without a look, about how much cancels in another call, by what is left of its gradients.
@@ -33,6 +33,7 @@ class Within:
         self.known: tuple[float, float] | None = None
         self.since = 0
         self.gain: Tensor | None = None  # the largest of them, where captured steps read it
+        self.captured = False  # whether some do
 
     def state(self) -> list[Any]:
         """What is carried from step to step, as JSON values."""
@@ -55,6 +56,12 @@ class Within:
         if gain is not None:
             gain.fill_(max(self.gains, default=0.0))
 
+    def on(self, device: torch.device) -> Tensor:
+        """The largest gain; made before a step is captured, since what is made inside is made anew by every replay."""
+        if self.gain is None or self.gain.device != device:
+            self.gain = torch.full((), max(self.gains, default=0.0), dtype=torch.float64, device=device)
+        return self.gain
+
     def expected(self, left: Tensor, size: Tensor, unknown: float = 1.0) -> Tensor:
         """How much cancels at the parameters of a call, at most, going by those that were looked at: 1 where that is usual.
 
@@ -63,9 +70,8 @@ class Within:
             size: That of its gradients of the outputs.
             unknown: What is expected where none was looked at.
         """
-        if self.gain is None or self.gain.device != left.device:
-            self.gain = torch.full((), max(self.gains, default=0.0), dtype=torch.float64, device=left.device)
-        return torch.where(self.gain > 0, usual(self.gain * size / left), unknown)
+        gain = self.on(left.device)
+        return torch.where(gain > 0, usual(gain * size / left), unknown)
 
     def like(self, share: float) -> float | None:
         """What was measured in a call not long ago, if this one is alike: if as much is left, or more where nothing was lost.
