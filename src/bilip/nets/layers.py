@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from bilip.errors import InputError
 from bilip.nets import activations
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["ConvNet", "Declared", "GainConv2d", "LayeredNet", "MLP", "vouched"]
+__all__ = ["ConvNet", "Declared", "GainConv2d", "LayeredNet", "MLP", "takes_context", "vouched"]
 
 
 class Declared(nn.Module):
@@ -101,6 +102,19 @@ class LayeredNet(nn.Module):
         shape[axis] = self.context
         context = Box.everything(shape) if context is None else context.expand(shape)
         return Box(torch.cat((box.low, context.low), axis), torch.cat((box.high, context.high), axis))
+
+
+def takes_context(net: nn.Module) -> bool:
+    """Whether `net.forward` has room for a second argument; of a net in a wrapper that the wrapped net does."""
+    if isinstance(net, Declared):
+        return takes_context(net.net)
+    if isinstance(net, LayeredNet):
+        return bool(net.context)
+    try:
+        parameters = list(inspect.signature(net.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters) >= 2
 
 
 class MLP(LayeredNet):

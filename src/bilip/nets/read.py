@@ -362,7 +362,10 @@ class _Stated(Reading):
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         if self._states("enclose"):
-            found: Any = self.layer.enclose(box) if context is None else self.layer.enclose(box, context)
+            some = context is not None and (
+                context.shape or context.is_bounded
+            )  # without one it speaks about all contexts
+            found: Any = self.layer.enclose(box, context) if some else self.layer.enclose(box)
             if not isinstance(found, Box):
                 raise unknown(self.layer, f"encloses a box in a {type(found).__name__}, not a bilip.Box")
             return found
