@@ -559,7 +559,8 @@ def float64_copy(net: nn.Module) -> nn.Module:
     for original, layer in zip(net.modules(), copied.modules(), strict=True):
         for kind in (HeldLinear, HeldConv2d):
             if isinstance(original, kind) and type(original).held_weight is kind.held_weight:
-                layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
+                # A copy of it too: what acts in the original may be kept there.
+                layer.weight.data = original.held_weight().detach().to(torch.float64, copy=True)  # type: ignore[union-attr]
                 layer.coefficient = math.inf  # type: ignore[assignment]
     for parameter in copied.parameters():  # a scripted module has no requires_grad_
         parameter.requires_grad_(False)
