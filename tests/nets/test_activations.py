@@ -417,3 +417,24 @@ class Harmless(nn.Module):
 def test_constants_and_masks_in_fewer_digits_are_not_charged():
     z = torch.linspace(-5, 5, 41, dtype=F64)[:, None]
     assert Residual(Declared(Harmless(), lipschitz=0.5)).solve(z).error_bound.max() < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("module", "exact", "low", "high"),
+    [
+        (nn.Softplus(5.0, 100.0), lambda x: mpmath.log1p(mpmath.exp(5 * x)) / 5, -6.90459075772892, math.inf),
+        (
+            nn.GELU(approximate="tanh"),
+            lambda x: x / (1 + mpmath.exp(-mpmath.sqrt(8 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))),
+            -math.inf,
+            -4.343464542718084,
+        ),
+    ],
+    ids=["softplus", "gelu tanh"],
+)
+def test_a_finite_end_is_rounded_outward_beside_an_infinite_one(module, exact, low, high):
+    ends = (torch.tensor([end], dtype=torch.float64) for end in (low, high))
+    image = activations.facts(module).enclose(Box(*ends))
+    with mpmath.workdps(50):
+        value = exact(mpmath.mpf(low if math.isinf(high) else high))
+        assert float(image.low) <= value <= float(image.high)

@@ -307,8 +307,13 @@ class _Gained(Linear):
     slack = 8 * EPS
 
     def acting(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias, gain = self.layer.weight, self.layer.bias, (3 * self.layer.log_gain.double()).exp()
-        return weight.double() * gain[:, None, None, None], None if bias is None else bias.double() * gain
+        # A third of the gain at a time: all of it may be beyond float64 where the product is not, and 3 l would be rounded.
+        bias, third = self.layer.bias, self.layer.log_gain.double().exp()
+        wide = third[:, None, None, None]
+        return (
+            self.layer.weight.double() * wide * wide * wide,
+            None if bias is None else bias.double() * third * third * third,
+        )
 
 
 class Rearranged(Reading):
