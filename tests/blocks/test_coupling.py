@@ -129,6 +129,14 @@ def test_splits_along_any_dimension(dim, swap):
     assert torch.equal(partition.merge(*partition.split(x)), x)
 
 
+def test_a_checkerboard_may_be_swapped_after_its_first_use():
+    part, x = Checkerboard(), torch.arange(16.0).view(1, 1, 4, 4)
+    first = part.split(x)[1]
+    part.swap = True
+    assert torch.equal(part.split(x)[1], Checkerboard(swap=True).split(x)[1])
+    assert not torch.equal(part.split(x)[1], first)
+
+
 def test_streams():
     x = torch.randn(4, 2, 3, 8, 8)
     first, second = Streams(swap=True).split(x)

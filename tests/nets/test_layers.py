@@ -327,6 +327,8 @@ def test_shapes_go_on_through_a_stack():
         (lambda: nn.BatchNorm1d(2), r"normalises by its batch.*call .eval\(\)"),
         (lambda: nn.BatchNorm1d(2, track_running_stats=False).eval(), "normalises by its batch"),
         (lambda: nn.LayerNorm(2, eps=0.0), "eps=0.0, without which it has no Lipschitz constant"),
+        (lambda: nn.LayerNorm(2, eps=1e-320), "eps=1e-320, beside which squares lose their digits to underflow"),
+        (lambda: nn.GroupNorm(1, 2, eps=1e-300), "eps=1e-300, beside which squares lose their digits to underflow"),
         (lambda: nn.MaxPool2d(2, return_indices=True), "parameters for which no constant is known"),
         (lambda: nn.AvgPool2d(2, divisor_override=-1), "parameters for which no constant is known"),
         (lambda: nn.Unflatten(0, (1, 2)), "parameters for which no constant is known"),

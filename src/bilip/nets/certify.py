@@ -181,9 +181,9 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     readings, columns = _read(net)
     if columns is not None or (isinstance(net, LayeredNet) and is_container(net)):
         box = net.join(box, context)  # type: ignore[operator]
-    given = None
-    if _layers(net) == [net] and takes_context(net):  # what is in a container is called without
-        given = Box.everything() if context is None else context
+    given = None  # to what is in a container no context is handed on
+    if _layers(net) == [net]:
+        given = Box.everything() if context is None and takes_context(net) else context
     for reading in readings:
         box = reading.enclose(box, given)
     return box

@@ -142,6 +142,8 @@ def _normalised(
     """
     if not 0 < layer.eps < math.inf:
         raise unknown(layer, f"has eps={layer.eps}, without which it has no Lipschitz constant")
+    if layer.eps < 1e-290:
+        raise unknown(layer, f"has eps={layer.eps}, beside which squares lose their digits to underflow")
     weight = None if layer.weight is None else as_float64(layer.weight)
     bias = None if layer.bias is None else as_float64(layer.bias)
     require_finite(layer, {"weight": weight, "bias": bias})
