@@ -27,7 +27,8 @@ class Declared(nn.Module):
         error: An upper bound on how far a computed `net(x)` lies from the exact value, in length: a number, or a function of the
             batch `x` that gives one for each sample. By default the net is charged for rounding in the dtype of the block it is in,
             or in the coarsest one in which any of its operations computes:
-            $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight.
+            $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight. What a net computes in threads
+            of its own is not seen: state its error.
 
     Example:
         >>> from bilip.nets import log_lipschitz
