@@ -182,8 +182,8 @@ class EvalCache:
         for compute in computes:
             value = values.get(compute)
             if value is None or version_of(value[0]) != value[1]:
-                # Inference tensors would have no version, and could take no part in a graph later.
-                with torch.inference_mode(False):
+                # Inference tensors would have no version, and could take no part in a graph later. Leaving that mode turns gradients on.
+                with torch.inference_mode(False), torch.no_grad():
                     made = compute(weight)
                 value = values[compute] = made, version_of(made)
             found.append(value[0])

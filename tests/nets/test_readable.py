@@ -348,6 +348,7 @@ def test_a_kept_value_that_somebody_wrote_into_is_computed_anew():
     layer, conv = HeldLinear(4, 4, coefficient=0.5).eval(), blocks.InvertibleConv1x1(3).eval()
     layer.weight.mul_(10)
     layer.held_weight().mul_(10)
+    assert not layer.held_weight().requires_grad
     assert matrix_norm(layer.held_weight()) <= 0.5
     conv.inverse_matrix().mul_(7)
     x = torch.randn(5, 3)
