@@ -155,11 +155,13 @@ class EvalCache:
     """Keeps `compute(weight)` in evaluation mode, for as long as `weight` holds the same numbers and no gradient goes to it: under
     `no_grad`, or where it is frozen.
 
-    The key is the values themselves, not a version counter: writing through `weight.data` moves no counter.
+    The key is the values themselves, not a version counter: writing through `weight.data` moves no counter. What is kept is handed
+    out, and computed anew once somebody has written into it.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, dict[Callable[[Tensor], Tensor], Tensor]] | None = None  # the weight, values of it
+        # the weight, and values of it with their versions
+        self._kept: tuple[Tensor, dict[Callable[[Tensor], Tensor], tuple[Tensor, int]]] | None = None
 
     def get(self, owner: nn.Module, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The value for `weight`, from the cache when that is allowed and right."""
@@ -169,18 +171,23 @@ class EvalCache:
         """`get` for several values of one weight, which is compared once: on a device, that has to be waited for."""
         learns = torch.is_grad_enabled() and weight.requires_grad
         if keeping() and capturing(weight) and not (owner.training or learns) and self._holds(weight, computes):
-            return [self._kept[1][compute] for compute in computes]  # type: ignore[index]
+            return [self._kept[1][compute][0] for compute in computes]  # type: ignore[index]
         if owner.training or learns or not can_be_read(weight):
             self.clear()
             return [compute(weight) for compute in computes]
         kept = self._kept  # once: other threads may empty or replace it meanwhile
         if kept is None or not _same(kept[0], weight):
             kept = self._kept = weight.detach().clone(), {}
-        values = kept[1]
+        values, found = kept[1], []
         for compute in computes:
-            if compute not in values:
-                values[compute] = compute(weight)
-        return [values[compute] for compute in computes]
+            value = values.get(compute)
+            if value is None or version_of(value[0]) != value[1]:
+                # Inference tensors would have no version, and could take no part in a graph later. Leaving that mode turns gradients on.
+                with torch.inference_mode(False), torch.no_grad():
+                    made = compute(weight)
+                value = values[compute] = made, version_of(made)
+            found.append(value[0])
+        return found
 
     def _holds(self, weight: Tensor, computes: Sequence[Callable[[Tensor], Tensor]]) -> bool:
         """Whether there are values for a weight like this one, whose numbers cannot be read."""

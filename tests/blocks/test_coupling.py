@@ -2,12 +2,14 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from bilip.adapters._proofs import AtanExpScale, SoftclipExpScale
 from bilip.blocks import (
     EXP,
     HALF_SIGMOID,
@@ -125,6 +127,14 @@ def test_splits_along_any_dimension(dim, swap):
     x = torch.randn(2, 5, 4, 3)
     partition = Split(dim=dim, swap=swap)
     assert torch.equal(partition.merge(*partition.split(x)), x)
+
+
+def test_a_checkerboard_may_be_swapped_after_its_first_use():
+    part, x = Checkerboard(), torch.arange(16.0).view(1, 1, 4, 4)
+    first = part.split(x)[1]
+    part.swap = True
+    assert torch.equal(part.split(x)[1], Checkerboard(swap=True).split(x)[1])
+    assert not torch.equal(part.split(x)[1], first)
 
 
 def test_streams():
@@ -247,3 +257,30 @@ def test_bad_scales():
     with pytest.raises(InputError, match="does not fit ExpScale"):
         scale_from({"kind": "ExpScale", "wrong": 1})
     assert isinstance(scale_from("exp"), ExpScale)
+
+
+def _sigmoid_of(low, high, shift):
+    return lambda s: low + (mpmath.mpf(high) - low) / (1 + mpmath.exp(-s - shift))
+
+
+@pytest.mark.parametrize(
+    ("scale", "exact"),
+    [
+        (SigmoidScale(0.0, 1e10, -300.0), _sigmoid_of(0, 1e10, -300)),
+        (SigmoidScale(1e-300, 1e10, -300.0), _sigmoid_of(mpmath.mpf(1e-300), 1e10, -300)),
+        (TanhExpScale(699.0), lambda s: mpmath.exp(699 * mpmath.tanh(s))),
+        (AtanExpScale(440.0), lambda s: mpmath.exp(440 * mpmath.atan(s))),
+        (SoftclipExpScale(600.0), lambda s: mpmath.exp(s / (1 + abs(s) / 600))),
+    ],
+    ids=["underflow", "underflow above a floor", "tanh", "atan", "softclip"],
+)
+def test_values_of_any_size_lie_in_their_interval(scale, exact):
+    raw = torch.cat(
+        (torch.linspace(-440, -400, 200), torch.linspace(-6, 6, 400), torch.linspace(200, 2000, 400))
+    ).double()
+    box, log = scale.enclose(Box.point(raw)), scale.suprema(raw, raw).value
+    with mpmath.workdps(60):
+        for k, s in enumerate(raw.tolist()):
+            value = exact(mpmath.mpf(s))
+            assert float(box.low[k]) <= value <= float(box.high[k])
+            assert mpmath.log(value) <= float(log[k])

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from bilip.auditing.audit import make_sources
 from bilip.auditing.budget import BUDGETS
 from bilip.auditing.subject import Subject
 from bilip.blocks import Bijection
+from bilip.bounds import Box
 from bilip.cures.arithmetic import DOMINATES, Refined
 from bilip.cures.replacements import Replacements, _splines
 from bilip.cures.reranging import Ranged, Reranging, _which, _widths, calibrate, scalings
@@ -283,3 +285,17 @@ def held(model, x: Tensor):
     treated = Reranging().apply(treated, settings)
     calibrate(treated, settings, case)
     return treated, [part for part in treated.bijection.modules() if isinstance(part, Ranged)]
+
+
+def test_a_ranged_image_lies_in_its_box_where_centre_and_range_cancel():
+    held = Ranged(nn.Identity(), 2, "second").double()
+    held.centre.fill_(58.799320459365845)
+    held.radius.fill_(58.871997684738986)
+    raw = -158.72159920732437
+    with mpmath.workdps(50):
+        centre, half = mpmath.mpf(float(held.centre[1])), mpmath.mpf(float(held.radius[1]))
+        value = centre + half * mpmath.tanh((raw - centre) / half)
+        for high in (raw, math.inf):
+            ends = (torch.tensor([0.0, end], dtype=torch.float64) for end in (raw, high))
+            image = held.enclose(Box(*ends))
+            assert float(image.low[1]) <= value <= float(image.high[1])

@@ -1,5 +1,6 @@
 """Activations and values in float64: constants, intervals, and how far a value is from the exact one."""
 
+import ctypes
 import math
 
 import mpmath
@@ -354,7 +355,27 @@ class Scripted(nn.Module):
         return torch.sin(x.float()).double()
 
 
+@torch.library.custom_op("bilip_tests::sine", mutates_args=())
+def registered(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x.float()).double()
+
+
+def by_its_address(x):
+    x = x.contiguous()
+    numbers = (ctypes.c_double * x.numel()).from_address(x.data_ptr())
+    return torch.from_numpy(np.sin(np.array(numbers, dtype=np.float32)).astype(np.float64)).view_as(x)
+
+
+def from_its_memory(x):
+    numbers = np.frombuffer(bytes(x.contiguous().untyped_storage()))
+    return torch.from_numpy(np.sin(numbers.astype(np.float32)).astype(np.float64)).view_as(x)
+
+
 SINES = {
+    "registered": lambda x: registered(x),
+    "by its address": by_its_address,
+    "from its memory": from_its_memory,
+    "its bits": lambda x: torch.sin((x.view(torch.int64) & -(1 << 30)).view(torch.float64)),
     "float32": lambda x: torch.sin(x.float()).to(x.dtype),
     "only in": lambda x: torch.sin(x.float().to(x.dtype)),
     "only out": lambda x: torch.sin(x).float().to(x.dtype),
@@ -417,3 +438,24 @@ class Harmless(nn.Module):
 def test_constants_and_masks_in_fewer_digits_are_not_charged():
     z = torch.linspace(-5, 5, 41, dtype=F64)[:, None]
     assert Residual(Declared(Harmless(), lipschitz=0.5)).solve(z).error_bound.max() < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("module", "exact", "low", "high"),
+    [
+        (nn.Softplus(5.0, 100.0), lambda x: mpmath.log1p(mpmath.exp(5 * x)) / 5, -6.90459075772892, math.inf),
+        (
+            nn.GELU(approximate="tanh"),
+            lambda x: x / (1 + mpmath.exp(-mpmath.sqrt(8 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))),
+            -math.inf,
+            -4.343464542718084,
+        ),
+    ],
+    ids=["softplus", "gelu tanh"],
+)
+def test_a_finite_end_is_rounded_outward_beside_an_infinite_one(module, exact, low, high):
+    ends = (torch.tensor([end], dtype=torch.float64) for end in (low, high))
+    image = activations.facts(module).enclose(Box(*ends))
+    with mpmath.workdps(50):
+        value = exact(mpmath.mpf(low if math.isinf(high) else high))
+        assert float(image.low) <= value <= float(image.high)

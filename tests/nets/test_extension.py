@@ -267,3 +267,41 @@ def test_a_declared_net_states_its_own_error():
     with pytest.raises(InputError, match="error=-1"):
         Declared(Sine(), lipschitz=0.5, error=-1)
     assert "error=1e-12" in repr(Declared(Sine(), lipschitz=0.5, error=1e-12))
+
+
+class Added(nn.Module):
+    """A net that may do without its context."""
+
+    def forward(self, x, context=None):
+        return 0.5 * torch.tanh(x if context is None else x + context) + (0.0 if context is None else context)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: blocks.AdditiveCoupling(Declared(Added(), lipschitz=0.5)),
+        lambda: blocks.AffineCoupling(*(Declared(Added(), lipschitz=0.5) for _ in range(2)), scale="exp"),
+        lambda: blocks.Chain(blocks.Residual(Declared(Added(), lipschitz=0.5)), shape=(2,)),
+        lambda: blocks.AffineCoupling(*(Declared(Added(), lipschitz=0.5) for _ in range(2)), scale="half_sigmoid"),
+    ],
+    ids=["additive", "exp", "residual", "half sigmoid"],
+)
+def test_a_context_that_a_proof_is_not_given_may_be_any(make):
+    block = make()
+    box = Box(-1, 1, shape=(2,) if isinstance(block, blocks.Chain) else (4,))
+    bound, x = block.bounds(box), box.sample(50).float()
+    for size in (0.0, -5.0, 5.0):
+        context = torch.full((50, 2), size)
+        z = block(x, context)
+        assert bound.image.contains(z).all()
+        assert float(((z[1:] - z[:1]).norm(dim=1) / (x[1:] - x[:1]).norm(dim=1)).max()) <= bound.forward
+        assert block.enclose_inverse(box).contains(block.inverse(x, context)).all()
+    known = block.bounds(box, context=Box.point(torch.full((2,), 5.0)))
+    assert known.image.is_bounded
+    assert known.image.contains(block(x, torch.full((50, 2), 5.0))).all()
+
+
+def test_a_net_in_a_container_is_given_no_context():
+    image = enclose(nn.Sequential(Declared(Added(), lipschitz=0.5)), Box(-1, 1, shape=(2,)))
+    assert image.is_bounded
+    assert not enclose(Declared(Added(), lipschitz=0.5), Box(-1, 1, shape=(2,))).is_bounded

@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -326,6 +327,8 @@ def test_shapes_go_on_through_a_stack():
         (lambda: nn.BatchNorm1d(2), r"normalises by its batch.*call .eval\(\)"),
         (lambda: nn.BatchNorm1d(2, track_running_stats=False).eval(), "normalises by its batch"),
         (lambda: nn.LayerNorm(2, eps=0.0), "eps=0.0, without which it has no Lipschitz constant"),
+        (lambda: nn.LayerNorm(2, eps=1e-320), "eps=1e-320, beside which squares lose their digits to underflow"),
+        (lambda: nn.GroupNorm(1, 2, eps=1e-300), "eps=1e-300, beside which squares lose their digits to underflow"),
         (lambda: nn.MaxPool2d(2, return_indices=True), "parameters for which no constant is known"),
         (lambda: nn.AvgPool2d(2, divisor_override=-1), "parameters for which no constant is known"),
         (lambda: nn.Unflatten(0, (1, 2)), "parameters for which no constant is known"),
@@ -409,3 +412,16 @@ def test_a_module_used_twice_counts_twice():
     shared = nn.Sequential(nn.Linear(2, 16), act, nn.Linear(16, 16), act, nn.Linear(16, 2)).double()
     box = Box(0.9, 0.91, shape=(2,))
     assert enclose(shared, box).contains(shared(box.sample(50))).all()
+
+
+@pytest.mark.parametrize(("log_gain", "weight"), [(-250.1, 1e300), (250.1, 1e-300), (99.7, 1.0), (-99.3, 1.0)])
+def test_a_gain_beyond_float64_counts_where_its_product_with_the_weight_is_not(log_gain, weight):
+    layer = GainConv2d(1, 1, 1).double()
+    nn.init.constant_(layer.log_gain, log_gain)
+    nn.init.constant_(layer.weight, weight)
+    nn.init.zeros_(layer.bias)
+    log, image = log_lipschitz(layer), enclose(layer, Box(-1, 1, shape=(1, 1, 1)))
+    with mpmath.workdps(50):
+        exact = weight * mpmath.exp(3 * mpmath.mpf(log_gain))
+        assert mpmath.log(exact) <= log <= mpmath.log(exact) + 1e-9
+        assert exact <= float(image.high) <= exact * (1 + mpmath.mpf(1e-9))

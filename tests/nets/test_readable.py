@@ -15,7 +15,8 @@ from bilip.bounds import Box
 from bilip.errors import InputError, UnknownLipschitz
 from bilip.nets import MLP, ConvNet, Declared, GainConv2d, HeldConv2d, HeldLinear, enclose, log_cap, log_lipschitz
 from bilip.nets.activations import ScaledSwish
-from bilip.nets.certify import overwriting
+from bilip.nets.certify import float64_copy, overwriting
+from bilip.nets.norms import matrix_norm
 from catalogue import hooked, louder, patched, pre_hooked
 
 
@@ -340,3 +341,38 @@ def test_caches_of_two_threads_are_one_weights_each():
         stop.set()
         other.join()
     assert not failed
+
+
+@torch.no_grad()
+def test_a_kept_value_that_somebody_wrote_into_is_computed_anew():
+    layer, conv = HeldLinear(4, 4, coefficient=0.5).eval(), blocks.InvertibleConv1x1(3).eval()
+    layer.weight.mul_(10)
+    layer.held_weight().mul_(10)
+    assert not layer.held_weight().requires_grad
+    assert matrix_norm(layer.held_weight()) <= 0.5
+    conv.inverse_matrix().mul_(7)
+    x = torch.randn(5, 3)
+    assert torch.allclose(conv.inverse(conv(x)), x, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_float64_copy_shares_no_memory_with_what_acts_in_the_original():
+    net = nn.Sequential(HeldLinear(4, 4, coefficient=0.5)).double().eval()
+    net[0].weight.mul_(10)
+    copied = float64_copy(net)
+    copied[0].weight.data.mul_(10)
+    assert matrix_norm(net[0].held_weight()) <= 0.5
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: HeldLinear(3, 3, coefficient=0.5), lambda: blocks.Invert(blocks.InvertibleConv1x1(3))]
+)
+def test_what_was_kept_in_inference_mode_takes_part_in_graphs_later(make):
+    part = make().eval().requires_grad_(False)
+    x = torch.randn(2, 3, requires_grad=True)
+    with torch.inference_mode():
+        before = part(x)
+    after = part(x)
+    assert torch.equal(before, after.detach())
+    after.sum().backward()
+    assert x.grad is not None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor, nn
 
 from bilip._torch import can_be_read
 from bilip.errors import InputError
 from bilip.nets.certify import overwriting
-from bilip.nets.layers import ConvNet, Declared, LayeredNet
+from bilip.nets.layers import ConvNet, takes_context
 
 __all__ = ["call", "first_parameter", "require_module", "require_shape", "takes_context"]
 
@@ -30,19 +28,6 @@ def require_module(owner: str, name: str, net: object) -> nn.Module:
             "Build it with inplace=False."
         )
     return net
-
-
-def takes_context(net: nn.Module) -> bool:
-    """Whether `net.forward` has room for a second argument; of a net in a wrapper that the wrapped net does."""
-    if isinstance(net, Declared):
-        return takes_context(net.net)
-    if isinstance(net, LayeredNet):
-        return bool(net.context)
-    try:
-        parameters = list(inspect.signature(net.forward).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters) >= 2
 
 
 def call(net: nn.Module, x: Tensor, context: Tensor | None, with_context: bool) -> Tensor:

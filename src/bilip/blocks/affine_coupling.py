@@ -11,7 +11,7 @@ from bilip.blocks._nets import call, require_module, require_shape, takes_contex
 from bilip.blocks.bijection import Bijection
 from bilip.blocks.partition import Partition, Split
 from bilip.blocks.scale import SIGMOID, Scale, scale_from
-from bilip.bounds import TINY, Box, log_of, log_product, log_sum, log_triangular_norm
+from bilip.bounds import TINY, Box, finite_size, log_of, log_product, log_sum, log_triangular_norm
 from bilip.errors import InputError
 from bilip.nets import certify
 
@@ -232,7 +232,7 @@ def _interval_product(low: Tensor, high: Tensor, gain: Box) -> tuple[Tensor, Ten
 
 
 def _rounding(low: Tensor, high: Tensor) -> Tensor:
-    return 1e-14 * torch.maximum(low.abs(), high.abs()).nan_to_num(0.0, 0.0, 0.0)
+    return 1e-14 * finite_size(low, high)
 
 
 def _log_grip(size: Tensor, log_slope: Tensor) -> float:

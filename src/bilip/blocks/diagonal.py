@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bilip._torch import capturing, setting, version_of
 from bilip.blocks.bijection import Bijection
-from bilip.bounds import TINY, Box, as_float64, log_of
+from bilip.bounds import TINY, Box, as_float64, finite_size, log_of
 from bilip.errors import InputError, NotInitialized
 
 __all__ = ["ActNorm", "DiagonalScaling", "shared_statistics"]
@@ -291,6 +291,5 @@ def _scale_box(box: Box, log_scale: Tensor, sign: Tensor) -> Box:
     scale = torch.copysign(log_scale.exp(), sign)
     a, b = box.low * scale, box.high * scale
     # Two roundings of the exponential, one of the product; an exponential that underflows is known to TINY only.
-    size = torch.maximum(box.low.abs(), box.high.abs()).nan_to_num(0.0, 0.0, 0.0)
-    error = 1e-15 * torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0) + TINY * size
+    error = 1e-15 * finite_size(a, b) + TINY * finite_size(box.low, box.high)
     return Box.outward(torch.minimum(a, b), torch.maximum(a, b), error)

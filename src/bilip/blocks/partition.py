@@ -188,16 +188,15 @@ class Checkerboard(Partition):
     def __init__(self, *, swap: bool = False) -> None:
         super().__init__()
         self.swap = swap
-        self._known: dict[tuple[int, int, torch.device], tuple[Tensor, ...]] = {}
+        self._known: dict[tuple[int, int, bool, torch.device], tuple[Tensor, ...]] = {}
 
     def _places(self, x: Tensor) -> tuple[Tensor, ...]:
         """Mask of the conditioning pixels, flat indices of both parts, and the order that merges them."""
-        key = (x.shape[-2], x.shape[-1], x.device)
+        key = (x.shape[-2], x.shape[-1], self.swap, x.device)
         if key not in self._known:
-            height, width, device = key
-            mask = (torch.arange(height, device="cpu")[:, None] + torch.arange(width, device="cpu")) % 2 == (
-                1 if self.swap else 0
-            )
+            height, width, swap, device = key
+            rows, columns = (torch.arange(size, device="cpu") for size in (height, width))
+            mask = (rows[:, None] + columns) % 2 == (1 if swap else 0)
             kept, moved = mask.flatten().nonzero().squeeze(1), (~mask).flatten().nonzero().squeeze(1)
             places = (mask, kept, moved, torch.argsort(torch.cat((kept, moved))))
             self._known[key] = tuple(place.to(device) for place in places)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilip.bounds import TINY, Box
+from bilip.bounds import EPS, TINY, Box
 from bilip.errors import InputError
 from bilip.nets.readable import as_born
 
@@ -90,8 +90,15 @@ class Scale(ABC):
 
     def enclose(self, box: Box) -> Box:
         """The interval of g over a box of raw scales."""
-        low, high = self(box.low).nan_to_num(0.0) / UP, self(box.high).nan_to_num(math.inf, math.inf) * UP
-        return Box((low - TINY).clamp_min(0.0), high + TINY)  # what underflows is positive all the same
+        ends = (self(box.low).nan_to_num(0.0), self(box.high).nan_to_num(math.inf, math.inf))
+        # An exponent is rounded relative to itself, and so is the value relative to the exponent.
+        low, high = (UP + 4 * EPS * end.log().abs().nan_to_num(0.0, 0.0) for end in ends)
+        # What underflows is positive all the same.
+        return Box((ends[0] / low - self._lost()).clamp_min(0.0), ends[1] * high + self._lost())
+
+    def _lost(self) -> float:
+        """What g may lose to underflow."""
+        return TINY
 
     def spec(self) -> dict[str, float | str]:
         """Class and numbers, for a JSON config; `scale_from` reads it back."""
@@ -155,8 +162,15 @@ class SigmoidScale(Scale):
             reciprocal_slope = log_slope(v) - 2 * (self.low + width * torch.sigmoid(v)).log()
         else:  # 1/g = (1 + e^-a) / w, convex and falling
             reciprocal, reciprocal_slope = -F.logsigmoid(a) - math.log(width), -a - math.log(width)
-        value = (self.low + width * torch.sigmoid(b)).log() if self.low else F.logsigmoid(b) + math.log(width)
+        value = F.logsigmoid(b) + math.log(
+            width
+        )  # the sigmoid itself may underflow where its product with a large width does not
+        if self.low:
+            value = torch.logaddexp(value, torch.full_like(value, math.log(self.low)))
         return Suprema.up(value, log_slope(torch.zeros_like(a).clamp(a, b)), reciprocal, reciprocal_slope)
+
+    def _lost(self) -> float:
+        return TINY * max(1.0, self.high - self.low)
 
     def floored(self, eps: float) -> SigmoidScale:
         """The function g + eps: the same onto (low + eps, high + eps)."""

@@ -14,6 +14,7 @@ __all__ = [
     "as_float64",
     "exp_down",
     "exp_up",
+    "finite_size",
     "log_norm",
     "log_of",
     "log_product",
@@ -99,6 +100,18 @@ def log_triangular_norm(log_off_diagonal: float, log_diagonal: float) -> float:
     squared = (one**2 + m**2 + d**2 + root) / 2
     log = top + math.log(squared) / 2
     return log + 16 * EPS * (1 + abs(log))
+
+
+def finite_size(low: Tensor, high: Tensor) -> Tensor:
+    """The largest magnitude of the finite ends of intervals, entry by entry: what rounding is relative to.
+
+    An infinite end takes nothing away from the other one, which is rounded all the same.
+
+    Example:
+        >>> finite_size(torch.tensor([-2.0, -2.0]), torch.tensor([3.0, INF]))
+        tensor([3., 2.])
+    """
+    return torch.maximum(*(end.abs().nan_to_num(0.0, 0.0, 0.0) for end in (low, high)))
 
 
 def norms(values: Tensor) -> Tensor:

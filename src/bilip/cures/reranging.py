@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilip.blocks import AffineCoupling, Bijection
-from bilip.bounds import Box
+from bilip.bounds import Box, finite_size
 from bilip.cures.rung import Case, Rung, Screen, Skipped
 from bilip.cures.treated import Treated
 from bilip.cures.tuning import tuned
@@ -234,8 +234,9 @@ class Ranged(nn.Module):
             return torch.where(which, centre + half * torch.tanh((end - centre) / half), end + shift)
 
         low, high = held(inside.low), held(inside.high)
-        # A tanh, its argument and two sums are off by some roundings each.
-        return Box.outward(low, high, 1e-14 * (low.abs() + high.abs()).nan_to_num(0.0, 0.0, 0.0))
+        # A tanh, its argument and two sums are off by some roundings each, and the sums may cancel.
+        parts = sum(self._along(t, low[None])[0].double().abs() for t in (self.centre, self.radius, self.shift))
+        return Box.outward(low, high, 1e-14 * (parts + finite_size(low, high)))
 
     def __getattr__(self, name: str) -> Any:
         """What a library asks its net for, such as a permutation or a number of hidden features."""

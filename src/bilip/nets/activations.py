@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of, norms
+from bilip.bounds import EPS, Box, as_float64, finite_size, log_of, norms
 from bilip.errors import InputError
 from bilip.nets.point import Point
 
@@ -108,9 +108,7 @@ class Facts:
         """The image of a box."""
         low, high = self.interval(box.low, box.high)
         # Relative to the value, and to the input: GELU and swish cancel far on the left.
-        sizes = (
-            torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0) for a, b in ((low, high), (box.low, box.high))
-        )
+        sizes = (finite_size(a, b) for a, b in ((low, high), (box.low, box.high)))
         return Box.outward(low, high, 1e-14 * next(sizes) + 1e-15 * next(sizes))
 
     def point(self, known: Point, context: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Point:

@@ -24,7 +24,7 @@ from bilip._torch import setting
 from bilip.bounds import Box, log_product
 from bilip.errors import UnknownLipschitz
 from bilip.nets.activations import Shape
-from bilip.nets.layers import GainConv2d, LayeredNet
+from bilip.nets.layers import GainConv2d, LayeredNet, takes_context
 from bilip.nets.point import Point
 from bilip.nets.read import CONVS, Affine, Linear, Reading, container, float64_copy, read, unknown
 from bilip.nets.readable import changed, tampered
@@ -169,6 +169,8 @@ def output_rows(net: nn.Module) -> int:
 def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     """A box that holds the image of a box; `Box.everything()` where nothing finite is known.
 
+    A net that takes a context may be given any, unless a box says which.
+
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
         >>> out = enclose(net, Box(-1, 1, shape=(2,)))
@@ -178,9 +180,12 @@ def enclose(net: nn.Module, box: Box, context: Box | None = None) -> Box:
     """
     readings, columns = _read(net)
     if columns is not None or (isinstance(net, LayeredNet) and is_container(net)):
-        box, context = net.join(box, context), None  # type: ignore[operator]
+        box = net.join(box, context)  # type: ignore[operator]
+    given = None  # to what is in a container no context is handed on
+    if _layers(net) == [net]:
+        given = Box.everything() if context is None and takes_context(net) else context
     for reading in readings:
-        box = reading.enclose(box, context) if len(readings) == 1 else reading.enclose(box)
+        box = reading.enclose(box, given)
     return box
 
 

@@ -30,15 +30,19 @@ _MOVES = {
         "masked_fill",
     )
 }
-_LEAVES = {"numpy", "__array__", "__dlpack__", "tolist"}  # methods that hand numbers to what is not torch
+# Methods that hand numbers, or where they lie, to what is not torch.
+_LEAVES = {"numpy", "__array__", "__dlpack__", "tolist", "data_ptr", "storage", "untyped_storage"}
+_OPENS = {"aten::_local_scalar_dense", "aten::view.dtype"}  # to a number of Python, to bits
+_OF_TORCH = {"aten", "prim", "prims"}  # where the operations stand whose inside is known
 
 
 def coarseness(act: Callable[[Tensor], Tensor], x: Tensor, image: Tensor, dtype: torch.dtype) -> float:
     """The unit of rounding of the fewest digits in which a function of float64 numbers computes; 0 if it keeps those of `dtype`.
 
     Every operation of torch at `x` is watched: what has a skip in float64 beside a part in float32 moves with every step of its input, and
-    loses the digits all the same. Numbers that leave torch are taken to come back in float32. What an operation does inside is seen by its
-    result alone: one that rounds to fewer digits, on its way in or out, does not see a step below them.
+    loses the digits all the same. Numbers that leave torch are taken to come back in float32, also by an operation that somebody registered
+    (`torch.library`) and by the address of a tensor. What an operation of torch does inside is seen by its result alone: one that rounds to
+    fewer digits, on its way in or out, does not see a step below them. Nobody watches what goes on in another thread.
 
     Args:
         act: The function, of a batch.
@@ -73,8 +77,8 @@ class _Digits(TorchDispatchMode):
         given = _finest((args, kwargs))  # before: an operation may write into what it is given
         result = func(*args, **(kwargs or {}))
         eps = _eps(result)
-        if func.name() == "aten::_local_scalar_dense" and _eps(args):  # a number of Python
-            eps = _FLOAT32
+        if (func.namespace not in _OF_TORCH or func.name() in _OPENS) and _eps((args, kwargs)):
+            eps = max(eps, _FLOAT32)
         elif (func.is_view or func.overloadpacket in _MOVES) and not given < eps:
             eps = 0.0
         self.eps = max(self.eps, eps)

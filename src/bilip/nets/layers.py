@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from bilip.errors import InputError
 from bilip.nets import activations
 from bilip.nets.spectral import HeldConv2d, HeldLinear
 
-__all__ = ["ConvNet", "Declared", "GainConv2d", "LayeredNet", "MLP", "vouched"]
+__all__ = ["ConvNet", "Declared", "GainConv2d", "LayeredNet", "MLP", "takes_context", "vouched"]
 
 
 class Declared(nn.Module):
@@ -26,7 +27,8 @@ class Declared(nn.Module):
         error: An upper bound on how far a computed `net(x)` lies from the exact value, in length: a number, or a function of the
             batch `x` that gives one for each sample. By default the net is charged for rounding in the dtype of the block it is in,
             or in the coarsest one in which any of its operations computes:
-            $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight.
+            $(16 + n)\,\epsilon\,(1 + |net(x)| + \mathrm{Lip}\,|x|)$ with $n$ the longest row of a weight. What a net computes in threads
+            of its own is not seen: state its error.
 
     Example:
         >>> from bilip.nets import log_lipschitz
@@ -101,6 +103,19 @@ class LayeredNet(nn.Module):
         shape[axis] = self.context
         context = Box.everything(shape) if context is None else context.expand(shape)
         return Box(torch.cat((box.low, context.low), axis), torch.cat((box.high, context.high), axis))
+
+
+def takes_context(net: nn.Module) -> bool:
+    """Whether `net.forward` has room for a second argument; of a net in a wrapper that the wrapped net does."""
+    if isinstance(net, Declared):
+        return takes_context(net.net)
+    if isinstance(net, LayeredNet):
+        return bool(net.context)
+    try:
+        parameters = list(inspect.signature(net.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters) >= 2
 
 
 class MLP(LayeredNet):

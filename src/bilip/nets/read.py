@@ -307,8 +307,13 @@ class _Gained(Linear):
     slack = 8 * EPS
 
     def acting(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias, gain = self.layer.weight, self.layer.bias, (3 * self.layer.log_gain.double()).exp()
-        return weight.double() * gain[:, None, None, None], None if bias is None else bias.double() * gain
+        # A third of the gain at a time: all of it may be beyond float64 where the product is not, and 3 l would be rounded.
+        bias, third = self.layer.bias, self.layer.log_gain.double().exp()
+        wide = third[:, None, None, None]
+        return (
+            self.layer.weight.double() * wide * wide * wide,
+            None if bias is None else bias.double() * third * third * third,
+        )
 
 
 class Rearranged(Reading):
@@ -362,7 +367,10 @@ class _Stated(Reading):
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         if self._states("enclose"):
-            found: Any = self.layer.enclose(box) if context is None else self.layer.enclose(box, context)
+            some = context is not None and (
+                context.shape or context.is_bounded
+            )  # without one it speaks about all contexts
+            found: Any = self.layer.enclose(box, context) if some else self.layer.enclose(box)
             if not isinstance(found, Box):
                 raise unknown(self.layer, f"encloses a box in a {type(found).__name__}, not a bilip.Box")
             return found
@@ -556,7 +564,8 @@ def float64_copy(net: nn.Module) -> nn.Module:
     for original, layer in zip(net.modules(), copied.modules(), strict=True):
         for kind in (HeldLinear, HeldConv2d):
             if isinstance(original, kind) and type(original).held_weight is kind.held_weight:
-                layer.weight.data = original.held_weight().detach().double()  # type: ignore[union-attr]
+                # A copy of it too: what acts in the original may be kept there.
+                layer.weight.data = original.held_weight().detach().to(torch.float64, copy=True)  # type: ignore[union-attr]
                 layer.coefficient = math.inf  # type: ignore[assignment]
     for parameter in copied.parameters():  # a scripted module has no requires_grad_
         parameter.requires_grad_(False)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilip.bounds import EPS, Box, as_float64, log_of, norms
+from bilip.bounds import EPS, Box, as_float64, finite_size, log_of, norms
 from bilip.nets.activations import TINY, Shape
 from bilip.nets.norms import conv_norm
 from bilip.nets.point import Point
@@ -104,7 +104,7 @@ def _batch_norm(layer: Any) -> Reading:
     def box(given: Box) -> Box:
         a, b, m = (spread(v, len(given.shape), given.low) for v in (scale, bias, mean))
         ends = torch.stack([((end - m) * a).nan_to_num(0.0, math.inf, -math.inf) for end in (given.low, given.high)])
-        size = ends.abs().amax(0).nan_to_num(0.0, 0.0, 0.0) + (m * a).abs() + b.abs()
+        size = finite_size(ends[0], ends[1]) + (m * a).abs() + b.abs()
         return Box.outward(ends.amin(0) + b, ends.amax(0) + b, 16 * EPS * size)
 
     def value(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +142,8 @@ def _normalised(
     """
     if not 0 < layer.eps < math.inf:
         raise unknown(layer, f"has eps={layer.eps}, without which it has no Lipschitz constant")
+    if layer.eps < 1e-290:
+        raise unknown(layer, f"has eps={layer.eps}, beside which squares lose their digits to underflow")
     weight = None if layer.weight is None else as_float64(layer.weight)
     bias = None if layer.bias is None else as_float64(layer.bias)
     require_finite(layer, {"weight": weight, "bias": bias})
