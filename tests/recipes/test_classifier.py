@@ -16,6 +16,7 @@ from bilip.recipes.images import start_actnorms
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log
+from bilip.training.run import Run as Training
 from in_process import command_line
 from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
@@ -75,6 +76,14 @@ def test_stopped_and_resumed_it_ends_as_if_it_was_not(data, tmp_path, monkeypatc
     assert cut == whole
 
 
+def test_a_run_that_is_killed_loses_no_more_than_an_epoch(tiny, data, tmp_path, monkeypatch):
+    saved, save = [], Training.save
+    monkeypatch.setattr(Training, "save", lambda state: saved.append(state.done) or save(state))
+    rare = dataclasses.replace(tiny, evaluate_every=3)
+    RECIPE.run("affine-conv1x1-none", rare, Work(tmp_path, device="cpu", data=data))
+    assert saved == [6, 12, 18]
+
+
 def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
     for part in ("affine-conv1x1-none", "affine-conv1x1-nf1e-4-e1"):
         reproduce("cifar10_classifier", out=tmp_path, changes=CHANGES, parts=[part], data=data)
@@ -88,6 +97,10 @@ def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
     assert now["lines"] == before["lines"]
     assert now["parts"]["0"]["affine-conv1x1-none"]["changed"]["batch"] == 8
     assert now["measured"]["0"]["affine-conv1x1-nf1e-4-e1"]["epochs"] == 1
+    assert not [text for text in before["other_than_paper"] if "seed" in text]  # all of them have these settings
+    (mixed,) = [text for text in now["other_than_paper"] if "seed" in text]
+    assert mixed.startswith("in affine-conv1x1-nf1e-4-e1 of seed 0, affine-conv1x1-none of seed 0: images=48 (512)")
+    assert mixed in outcome.differences
     assert outcome.figures
     with pytest.raises(InputError, match="holds no part of size paper"):
         reproduce("cifar10_classifier", "paper", out=tmp_path, collect=True)
