@@ -286,6 +286,17 @@ def test_the_time_is_up_before_the_next_part(tmp_path, counting, monkeypatch):
     assert counting.ran == [("a", 0), ("b", 0)]
 
 
+def test_sigterm_while_the_only_part_is_measured_is_answered_as_beside_others(tmp_path, counting, monkeypatch):
+    monkeypatch.setattr(counting, "run", lambda part, config, work: os.kill(os.getpid(), signal.SIGTERM))
+    given = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(Stopped, match=r"stopped by SIGTERM. 0 of 2 parts are measured; the same command goes on"):
+            reproduce("counting", out=tmp_path)
+        assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"
+    finally:
+        signal.signal(signal.SIGTERM, given)
+
+
 def test_a_gpu_that_is_full(tmp_path, counting, monkeypatch):
     def full(part, config, work):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

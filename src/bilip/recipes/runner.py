@@ -278,6 +278,7 @@ def _work(recipe, config, device, folders, files, jobs, deadline, data, show, fa
         Piece(recipe, part, seed, config, folders[part, seed], device, deadline, place, files.get((part, seed)))
         for part, seed in missing
     ]
+    before = _on_sigterm(_ended)  # in training, the loop's own
     try:
         if jobs > 1 and len(pieces) > 1:
             side_by_side(do, pieces, jobs, show, deadline)
@@ -291,6 +292,8 @@ def _work(recipe, config, device, folders, files, jobs, deadline, data, show, fa
         raise Stopped(
             f"{why} {done} of {len(folders)} parts are measured; the same command goes on with the others."
         ) from why
+    finally:
+        _on_sigterm(before)
 
 
 def _devices(every: Sequence[dict[str, Any]]) -> str:
