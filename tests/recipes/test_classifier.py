@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import torch
 from bilip.errors import CheckpointError, InputError
 from bilip.recipes import Measured, cifar10_classifier, configured, gradient_angles, regularizer_timing, reproduce
 from bilip.recipes.cifar10_classifier import RECIPE, make_penalties
-from bilip.recipes.classifier_runs import Run, classifier_figures, classifier_lines, curve, shown
+from bilip.recipes.classifier_runs import GRID, TABLE, Run, classifier_figures, classifier_lines, curve, shown
 from bilip.recipes.images import start_actnorms
+from bilip.recipes.page import _belongs, read_claims
 from bilip.recipes.recipe import Work
 from bilip.record import read_json
 from bilip.training import read_log
+from bilip.training.run import Run as Training
 from in_process import command_line
 from recorded import numbers_of, play_graphs_on_the_cpu, stop_and_resume, watched_captures
 
@@ -25,6 +28,7 @@ inverted=16 spectra=1 spectra_end=2 angle_batches=2
 """
 CHANGES = TINY.split()
 PAPER = RECIPE.paper()
+RESULTS = Path(__file__).parents[2] / "results"
 TIMING = regularizer_timing.Config(side=8, levels=1, blocks=1, hidden=4, batch=4, warm=2, steps=2, rounds=1)
 
 
@@ -75,6 +79,14 @@ def test_stopped_and_resumed_it_ends_as_if_it_was_not(data, tmp_path, monkeypatc
     assert cut == whole
 
 
+def test_a_run_that_is_killed_loses_no_more_than_an_epoch(tiny, data, tmp_path, monkeypatch):
+    saved, save = [], Training.save
+    monkeypatch.setattr(Training, "save", lambda state: saved.append(state.done) or save(state))
+    rare = dataclasses.replace(tiny, evaluate_every=3)
+    RECIPE.run("affine-conv1x1-none", rare, Work(tmp_path, device="cpu", data=data))
+    assert saved == [6, 12, 18]
+
+
 def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
     for part in ("affine-conv1x1-none", "affine-conv1x1-nf1e-4-e1"):
         reproduce("cifar10_classifier", out=tmp_path, changes=CHANGES, parts=[part], data=data)
@@ -88,6 +100,10 @@ def test_parts_come_in_one_by_one_and_are_collected(data, tmp_path):
     assert now["lines"] == before["lines"]
     assert now["parts"]["0"]["affine-conv1x1-none"]["changed"]["batch"] == 8
     assert now["measured"]["0"]["affine-conv1x1-nf1e-4-e1"]["epochs"] == 1
+    assert not [text for text in before["other_than_paper"] if "seed" in text]  # all of them have these settings
+    (mixed,) = [text for text in now["other_than_paper"] if "seed" in text]
+    assert mixed.startswith("in affine-conv1x1-nf1e-4-e1 of seed 0, affine-conv1x1-none of seed 0: images=48 (512)")
+    assert mixed in outcome.differences
     assert outcome.figures
     with pytest.raises(InputError, match="holds no part of size paper"):
         reproduce("cifar10_classifier", "paper", out=tmp_path, collect=True)
@@ -281,6 +297,23 @@ def test_only_runs_of_one_length_are_compared():
 )
 def test_what_the_paper_says_in_prose(part, made, words, holds):
     assert judged(AS_IN_THE_PAPER | {part: made}, *words).holds is holds
+
+
+def test_every_line_that_is_judged_stands_under_a_claim():
+    claims = [claim for _, some in read_claims(RESULTS) for claim in some if claim.recipe == RECIPE.name]
+    kinds = (*GRID, "fd-every1", "fd-every5", "fd-inverse")
+    parts = {f"{model}-{kind}-e5": made_up(epochs=5) for model in TABLE for kind in kinds}
+    lines = classifier_lines({0: AS_IN_THE_PAPER | parts}, PAPER)
+    under = {
+        line.what: [claim.label for claim in claims if _belongs(claim, dataclasses.asdict(line))] for line in lines
+    }
+    judged_somewhere = [line.what for line in lines if line.holds is not None]
+    assert len(judged_somewhere) > 30
+    assert [what for what in judged_somewhere if not under[what]] == []
+    assert "prose:every" in under["FD every step: invertible, 5 epochs"]
+    for label in ("table:classification", "fig:cls-c-an1"):  # of FD every 10 steps in both directions
+        rows = [what for what, labels in under.items() if label in labels and ", FD 1e-4" in what]
+        assert rows == ["affine conv, FD 1e-4, 20 epochs", "affine conv, FD 1e-4, 5 epochs"]
 
 
 def test_the_guarded_run_is_shown():

@@ -177,6 +177,27 @@ def test_what_is_measured_is_not_measured_again(tmp_path, counting):
     assert seeds["3"]["a"] == {"value": float("inf"), "threads": 1}
 
 
+def test_the_file_of_a_part_is_there_before_the_next_one_ends(tmp_path, counting, monkeypatch):
+    counting.partial, there, run = True, [], counting.run
+
+    def looking(part, config, work):
+        there.append([path.name for path in (tmp_path / "parts").glob("*")])
+        return run(part, config, work)
+
+    monkeypatch.setattr(counting, "run", looking)
+    reproduce("counting", out=tmp_path)
+    assert there == [[], ["quick-seed0-a.json"]]
+    for path in (tmp_path / "parts").iterdir():  # as if a process had been killed between measurement and file
+        path.unlink()
+    counting.fail = True
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("counting", out=tmp_path, seeds=[0, 1])
+    assert [sorted(names) for names in there[2:]] == [
+        ["quick-seed0-a.json", "quick-seed0-b.json"],
+        ["quick-seed0-a.json", "quick-seed0-b.json", "quick-seed1-a.json"],
+    ]
+
+
 def test_what_follows_training_is_kept_stage_by_stage(tmp_path):
     asked = []
 
@@ -263,6 +284,17 @@ def test_the_time_is_up_before_the_next_part(tmp_path, counting, monkeypatch):
     assert counting.ran == [("a", 0)]
     reproduce("counting", out=tmp_path)
     assert counting.ran == [("a", 0), ("b", 0)]
+
+
+def test_sigterm_while_the_only_part_is_measured_is_answered_as_beside_others(tmp_path, counting, monkeypatch):
+    monkeypatch.setattr(counting, "run", lambda part, config, work: os.kill(os.getpid(), signal.SIGTERM))
+    given = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(Stopped, match=r"stopped by SIGTERM. 0 of 2 parts are measured; the same command goes on"):
+            reproduce("counting", out=tmp_path)
+        assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"
+    finally:
+        signal.signal(signal.SIGTERM, given)
 
 
 def test_a_gpu_that_is_full(tmp_path, counting, monkeypatch):

@@ -140,6 +140,7 @@ class Cifar10Classifier(Recipe):
             milestones=tuple(round(share * steps) for share in (0.3, 0.6, 0.8)),
             evaluate_every=config.evaluate_every * train.per_epoch,
             evaluate_at=looks.steps,
+            save_every=train.per_epoch,
             log_every=max(1, min(100, train.per_epoch // 4)),
         )
         diverged = str(failure or "")

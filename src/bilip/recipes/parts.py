@@ -23,6 +23,7 @@ from bilip.record import environment, read_json, to_plain, write_json
 
 __all__ = [
     "SCHEMA",
+    "About",
     "Borrowed",
     "Piece",
     "device_name",
@@ -58,6 +59,7 @@ class Piece:
     device: str
     deadline: float | None = None
     data: Path | None = None
+    file: Path | None = None  # what is found goes there as well, as one small file
 
     @property
     def title(self) -> str:
@@ -86,6 +88,8 @@ def do(piece: Piece, progress: Callable[[str, float], None], fabric: Any = None)
     facts = {"recipe": recipe.name, "schema": SCHEMA, "config": recipe.defining(piece.config)}
     facts |= {"device": device_name(piece.device), "environment": environment(), "date": today()}
     m.save(piece.folder, **facts, seconds=time.perf_counter() - began)
+    if piece.file is not None:
+        keep(piece.folder, piece.file, apart=recipe.pictures_apart)
     shutil.rmtree(piece.folder / "found", ignore_errors=True)  # what `Work.once` kept until here
 
 

@@ -162,7 +162,9 @@ class Work:
     data: Path | None = None
 
     def train(self, task: Task, *, until: float = 1.0, **settings: Any) -> Trained:
-        """Train in this folder; `until` is the share of the part that is then done. Every evaluation comes with a checkpoint."""
+        """Train in this folder; `until` is the share of the part that is then done. Where nothing else is said, there is a checkpoint
+        every `evaluate_every` steps.
+        """
         from bilip.training import Settings, train
 
         def show(done: int, steps: int, latest: Mapping[str, float]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bilip.errors import BilipError, CheckpointError, InputError, Stopped, nearest
-from bilip.recipes.parts import SCHEMA, Piece, device_name, do, is_measured, keep, kept, loaded, today
+from bilip.recipes.parts import SCHEMA, About, Piece, device_name, do, is_measured, keep, kept, loaded, today
 from bilip.recipes.recipe import SIZES, Figures, Found, Line, Recipe, configured, differences
 from bilip.record import environment, read_json, to_plain, write_json
 
@@ -54,7 +54,8 @@ class Outcome:
         folder: With `ours.json` and the figures.
         lines: The paper's numbers beside ours.
         figures: Files.
-        differences: In what the configuration differs from that of the size `paper`.
+        differences: In what the configuration differs from that of the size `paper`, and which parts that were measured before have
+            another one.
         seconds: Wall time of this call; parts that were measured before are not done again.
         diverged: What is said of trainings that diverged and stands in no line in full: the step, what was not finite first, and the
             last good checkpoint.
@@ -150,12 +151,8 @@ def reproduce(
     chosen = [] if collect else _chosen(recipe, config, parts)
     folders = _folders(folder / "pieces" / size, seeds, chosen)
     show = progress or (lambda which, what, share: None)
-    try:
-        _work(recipe, config, device, folders, jobs, _deadline(minutes), data, show, fabric)
-    finally:
-        if recipe.partial and (fabric is None or fabric.is_global_zero):
-            for (part, seed), place in folders.items():
-                keep(place, folder / "parts" / f"{size}-seed{seed}-{part}.json", apart=recipe.pictures_apart)
+    files = {key: folder / "parts" / f"{size}-seed{key[1]}-{key[0]}.json" for key in folders if recipe.partial}
+    _work(recipe, config, device, folders, files, jobs, _deadline(minutes), data, show, fabric)
     if fabric is not None and not fabric.is_global_zero:
         return Outcome(recipe, size, folder, (), (), (), time.perf_counter() - began)
     if recipe.partial:
@@ -179,10 +176,11 @@ def reproduce(
         before = (folder / name for name in document["runs"].get(size, {}).get("figures", ()))
         files += [file for file in before if file not in files and file.is_file()]
     every = [facts for parts in about.values() for facts in parts.values()]
+    other = differences(config, recipe.sizes["paper"]) + _set_otherwise(about, recipe, config)
     document["runs"][size] = {
         "command": _command(name, size, seeds, device, devices, changes, collect=recipe.partial),
         "config": asdict(config),
-        "other_than_paper": differences(config, recipe.sizes["paper"]),
+        "other_than_paper": other,
         "date": today(),
         "device": _devices(every) if recipe.partial else device_name(device),
         "environment": max(every, key=lambda facts: facts["date"])["environment"] if recipe.partial else environment(),
@@ -205,8 +203,7 @@ def reproduce(
     latest = _open(folder, recipe)  # another size may have been finished in the meantime
     latest["runs"][size] = document["runs"][size]
     write_json(folder / "ours.json", latest)
-    other, seconds = differences(config, recipe.sizes["paper"]), time.perf_counter() - began
-    return Outcome(recipe, size, folder, lines, files, other, seconds, _diverged(found, lines))
+    return Outcome(recipe, size, folder, lines, files, other, time.perf_counter() - began, _diverged(found, lines))
 
 
 def _diverged(found: Found, lines: Sequence[Line]) -> list[str]:
@@ -270,11 +267,18 @@ def _deadline(minutes: float | None) -> float | None:
     return None if minutes is None else time.time() + 60 * minutes
 
 
-def _work(recipe, config, device, folders, jobs, deadline, data, show, fabric) -> None:
+def _work(recipe, config, device, folders, files, jobs, deadline, data, show, fabric) -> None:
     """Measure what is not measured yet; `Stopped` if the time is up before."""
     missing = [key for key in folders if not is_measured(folders[key], recipe, config)]
+    if fabric is None or fabric.is_global_zero:
+        for key in files.keys() - missing:  # a process that was killed may have had no time for it
+            keep(folders[key], files[key], apart=recipe.pictures_apart)
     place = None if data is None else Path(data)
-    pieces = [Piece(recipe, part, seed, config, folders[part, seed], device, deadline, place) for part, seed in missing]
+    pieces = [
+        Piece(recipe, part, seed, config, folders[part, seed], device, deadline, place, files.get((part, seed)))
+        for part, seed in missing
+    ]
+    before = _on_sigterm(_ended)  # in training, the loop's own
     try:
         if jobs > 1 and len(pieces) > 1:
             side_by_side(do, pieces, jobs, show, deadline)
@@ -288,6 +292,8 @@ def _work(recipe, config, device, folders, jobs, deadline, data, show, fabric) -
         raise Stopped(
             f"{why} {done} of {len(folders)} parts are measured; the same command goes on with the others."
         ) from why
+    finally:
+        _on_sigterm(before)
 
 
 def _devices(every: Sequence[dict[str, Any]]) -> str:
@@ -298,6 +304,20 @@ def _changed(config: dict[str, Any], recipe: Recipe, size: str) -> dict[str, Any
     """In what the configuration of a part is not that of its size."""
     usual = to_plain(recipe.defining(recipe.sizes[size]))
     return {key: value for key, value in to_plain(config).items() if usual.get(key) != value}
+
+
+def _set_otherwise(about: About, recipe: Recipe, config: Any) -> list[str]:
+    """Parts that come in with another configuration than this one: the difference, and which they are."""
+    now, found = to_plain(recipe.defining(config)), {}
+    for seed, parts in about.items():
+        for part, facts in parts.items():
+            then = to_plain(facts["config"])
+            text = ", ".join(
+                f"{key}={value} ({now[key]})" for key, value in then.items() if now.get(key, value) != value
+            )
+            if text:
+                found.setdefault(text, []).append(f"{part} of seed {seed}")
+    return [f"in {', '.join(which)}: {text}" for text, which in found.items()]
 
 
 # ---- where, and on what
