@@ -162,9 +162,8 @@ class SigmoidScale(Scale):
             reciprocal_slope = log_slope(v) - 2 * (self.low + width * torch.sigmoid(v)).log()
         else:  # 1/g = (1 + e^-a) / w, convex and falling
             reciprocal, reciprocal_slope = -F.logsigmoid(a) - math.log(width), -a - math.log(width)
-        value = F.logsigmoid(b) + math.log(
-            width
-        )  # the sigmoid itself may underflow where its product with a large width does not
+        # The sigmoid itself may underflow where its product with a large width does not.
+        value = F.logsigmoid(b) + math.log(width)
         if self.low:
             value = torch.logaddexp(value, torch.full_like(value, math.log(self.low)))
         return Suprema.up(value, log_slope(torch.zeros_like(a).clamp(a, b)), reciprocal, reciprocal_slope)

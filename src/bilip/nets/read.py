@@ -367,9 +367,8 @@ class _Stated(Reading):
 
     def enclose(self, box: Box, context: Box | None = None) -> Box:
         if self._states("enclose"):
-            some = context is not None and (
-                context.shape or context.is_bounded
-            )  # without one it speaks about all contexts
+            # Without a context it speaks about all of them.
+            some = context is not None and (context.shape or context.is_bounded)
             found: Any = self.layer.enclose(box, context) if some else self.layer.enclose(box)
             if not isinstance(found, Box):
                 raise unknown(self.layer, f"encloses a box in a {type(found).__name__}, not a bilip.Box")

@@ -314,9 +314,8 @@ class Call:
         found, subtracts = together
         limit = CANCELS * watch.guard.limit(self.dtype)
         watch.flag.raise_to(found / limit)
-        if (
-            capturing(found) or not float(found) > limit
-        ):  # no number: the loss has overflowed, and nothing has cancelled
+        # What is no number comes of a loss that has overflowed: nothing has cancelled.
+        if capturing(found) or not float(found) > limit:
             return False
         return watch.cancelled(float(found), limit, subtracts=subtracts)
 
