@@ -40,6 +40,7 @@ MODULES = {
     "flow_gan": "bilip.recipes.flow_gan",
 }
 Progress = Callable[[str, str, float], None]  # which part, what it does, the share that is done
+PATIENCE = 300.0  # seconds in which pieces that are asked to end may do so; under CUDA's MPS the end of one that is killed ends others
 GRACE = 5.0  # seconds after Ctrl-C in which pieces may end by themselves, before they are asked to
 Do = Callable[[Any, Callable[[str, float], None]], None]
 
@@ -432,9 +433,9 @@ def side_by_side(
     finally:
         _on_sigterm(before)
         for process in running.values():
-            process.terminate()  # a piece in training saves first
+            process.terminate()  # a piece in training saves first, once what it measures is measured
         for process in running.values():
-            process.join(timeout=60)
+            process.join(timeout=PATIENCE)
             process.kill()
             process.join()
     if stopped:
