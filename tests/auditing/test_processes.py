@@ -247,7 +247,8 @@ def test_a_process_that_is_killed_is_said_in_words(folder):
     run = start(folder, "flows_to_share:dying", *AUDIT, "--out", "killed.json")
     _, said = run.communicate(timeout=300)
     assert run.returncode
-    assert said.count("bilip: another of the 2 processes ended") == 1
+    # torchrun sees it too, and may ask the other to stop before that has met the connection that broke.
+    assert said.count("bilip: another of the 2 processes ended") + said.count("bilip: stopped") == 1
     assert "GLHF" not in said
 
 
