@@ -18,7 +18,7 @@ import typer
 
 from bilip.errors import BilipError, Stopped, said_by
 
-__all__ = ["Stop", "Streams", "end", "last_words", "with_exit_codes"]
+__all__ = ["Stop", "Streams", "Terminated", "end", "last_words", "with_exit_codes"]
 
 FAULT = 3
 AGAIN = 75
@@ -62,7 +62,7 @@ def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
 def last_words(error: BaseException) -> tuple[str, int]:
     """The line that is said about an error, and the exit code."""
     if isinstance(error, Terminated):
-        return "stopped", TERMINATED
+        return str(error) or "stopped", TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     if isinstance(error, Stopped):

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import typer
 
-from bilip.cli._ending import Stop, last_words
+from bilip.cli._ending import Stop, Terminated, last_words
 from bilip.errors import InputError
 
 __all__ = ["Processes", "processes"]
@@ -81,13 +81,17 @@ def processes(stop: Stop) -> Iterator[Processes]:
     try:
         yield here
     except BaseException as error:
+        stop.late = True  # a signal that comes now must not take the place of what is to be said
         if isinstance(error, typer.Exit):
             raise
+        if isinstance(error, Terminated):
+            # torchrun sends it where a process was killed, and may be seen before the connection that broke.
+            error = Terminated(f"another of the {here.size} processes ended, or they were asked to stop (SIGTERM)")
         text, code = last_words(error)
         with contextlib.suppress(RuntimeError):  # the process that kept the store is no more
             store.set(f"bilip/said/{here.rank}", text)
         if here.first or not _said_by_the_first(store):
-            raise
+            raise error from None
         raise typer.Exit(code) from None
     finally:
         if dist.is_initialized():
