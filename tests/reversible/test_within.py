@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 import weakref
 
@@ -14,7 +15,7 @@ from bilip.errors import DriftError
 from bilip.reversible import DriftWarning, Guard, Reversible, call
 from bilip.reversible.function import hold
 from bilip.reversible.guard import SETS
-from bilip.reversible.within import CALLS, NOTHING, ODD, TAKEN_OVER, Within, cancelled, weights
+from bilip.reversible.within import CALLS, NOTHING, ODD, PARTS, TAKEN_OVER, Within, cancelled, places, weights
 from catalogue import squash
 from walks import TOLERANCE, gradient, loss_of, off, planted
 
@@ -656,19 +657,68 @@ def test_weights_are_drawn_for_samples_and_positions():
 
 
 def test_what_is_taken_over_and_what_is_not():
+    within, here, elsewhere = Within(), [0.8, 0.6], [-0.6, 0.8]
+    assert within.like(1.0, here) is None
+    assert within.measured(1.0, 7.0, here) == 7.0
+    assert within.like(0.9, here) == 7.0
+    assert within.like(0.5, here) is None  # less is left
+    assert within.like(0.0, here) is None
+    assert within.like(2.0, here) is None  # more is left
+    assert within.like(1.0, elsewhere) is None
+    assert [within.like(1.0, here) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 5
+    assert within.measured(1.0, 2.0, here) == 1.0  # as chance has it
+    assert within.like(3.0, here) == 1.0
+    assert within.like(0.5, here) is None
+    assert within.measured(0.0, 0.0, here) == 1.0
+    assert within.like(1.0, here) is None
+
+
+def test_what_is_known_of_some_outputs_says_nothing_of_others():
     within = Within()
-    assert within.like(1.0) is None
-    assert within.measured(1.0, 7.0) == 7.0
-    assert within.like(0.9) == 7.0
-    assert within.like(0.5) is None  # less is left
-    assert within.like(0.0) is None
-    assert within.like(2.0) is None  # more is left
-    assert [within.like(1.0) for _ in range(TAKEN_OVER)].count(7.0) == TAKEN_OVER - 4
-    assert within.measured(1.0, 2.0) == 1.0  # as chance has it
-    assert within.like(3.0) == 1.0
-    assert within.like(0.5) is None
-    assert within.measured(0.0, 0.0) == 1.0
-    assert within.like(1.0) is None
+    assert not within.knows([1.0, 0.0])
+    within.measured(1.0, 7.0, [1.0, 0.0])
+    assert within.knows([0.8, 0.6])
+    assert not within.knows([0.0, 1.0])
+    assert not within.knows([math.nan, math.nan])
+    again = Within.of(*within.state())
+    assert again.knows([0.8, 0.6])
+    assert again.like(1.0, [0.8, 0.6]) == 7.0
+    older = Within.of(*within.state()[:3])
+    assert not older.knows([0.8, 0.6])
+    assert older.like(1.0, [0.8, 0.6]) is None
+
+
+def test_places_of_images_are_parts_of_them():
+    found = places(torch.randn(4, 3, 10, 10), None)
+    assert len(found) == 60 + 1 <= PARTS + 1  # parts of 5 entries, and the log-determinant
+    assert float(found.square().sum()) == pytest.approx(1)
+    assert float(found[-1]) == 0
+    assert bool(places(torch.zeros(4, 2), None).isnan().all())
+
+
+@pytest.mark.parametrize("unit", [-12.0, -7.0, -3.0])
+def test_a_loss_in_other_units_does_not_speak_for_one_that_subtracts(unit):
+    """Two losses in turn: one of features in small units, and a difference of the others."""
+    model, x = planted(5e-3)
+    norm = blocks.ActNorm(8, start="identity")
+    with torch.no_grad():
+        norm.log_scale[:4] = unit
+    model = Chain(*model, norm)
+    pairs = torch.cat([x, x + 1e-3 * torch.randn_like(x)])
+
+    def small(f, x):
+        return f(x)[:, :4].square().mean()
+
+    def difference(f, x):
+        z = f(x)[:, 4:]
+        return ((z[:16] - z[16:]) / 1e-3).square().mean()
+
+    stored, saving = gradient(model, model, pairs, difference), Reversible(model)
+    reference = copy.deepcopy(model).double()
+    noise = off(gradient(reference, reference, pairs.double(), difference), stored)
+    for _ in range(3):
+        gradient(saving, model, pairs, small)
+        assert off(gradient(saving, model, pairs, difference), stored) < max(1e-3, 3 * noise)
 
 
 def test_a_first_look_at_one_sample_does_not_hide_what_cancels_later():
@@ -758,14 +808,14 @@ def test_what_is_expected_follows_what_is_left_of_the_gradients():
     within, one = Within(), torch.ones((), dtype=torch.float64)
     assert within.expected(one, one) == 1  # unknown
     assert within.expected(one, one, NOTHING) == NOTHING
-    within.measured(1.0, 2.0)
+    within.measured(1.0, 2.0, [1.0])
     assert within.expected(one, one, NOTHING) == 1
     assert within.expected(one / 10, one) == pytest.approx(20)
     assert within.expected(0 * one, 0 * one) == 1
     assert within.expected(0 * one, one) == float("inf")
     for _ in range(CALLS):
-        within.measured(1.0, 0.1)
+        within.measured(1.0, 0.1, [1.0])
     assert within.expected(one / 10, one) == 1  # the first is forgotten
-    within.measured(1.0, float("nan"))
+    within.measured(1.0, float("nan"), [1.0])
     assert within.expected(one / 100, one) == pytest.approx(10)
     assert copy.deepcopy(within).expected(one / 100, one) == pytest.approx(10)

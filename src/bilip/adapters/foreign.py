@@ -225,6 +225,7 @@ class Foreign(Bijection):
             raise
         except Exception as error:  # whatever was done to it: no block can be built from its parts
             raise self._not_rebuilt(error) from error
+        native._require_finite()
         try:
             same = not shape or agree(self, native, shape, context, self.context_shape())
         except (BilipError, RuntimeError, IndexError):  # such as a box of another shape
@@ -320,7 +321,7 @@ def agree(
     context_shape: tuple[int, ...] | None,
 ) -> bool:
     """Compare both in float64 on 8 points, there and back; a library that changed a formula fails here, and so does a block whose two
-    directions are no longer each other's inverse, so that no proof speaks about it.
+    directions are no longer each other's inverse, so that no proof speaks about it; and one of which nothing is finite.
 
     The way back is compared for samples that the native block brings back itself: of the others rounding leaves nothing to compare.
     """
@@ -330,7 +331,7 @@ def agree(
     native, block = _copy(native), _copy(block)
     z_native, z = (f(x, given) for f in (native, block))
     finite = torch.isfinite(z) & torch.isfinite(z_native)
-    if not bool(_close(z, z_native)[finite].all()):
+    if not bool(finite.any()) or not bool(_close(z, z_native)[finite].all()):
         return False
     back_native, back = (f.inverse(z_native, given) for f in (native, block))
     good = (_close(back_native, x, 1e-9) & finite).flatten(1).all(1)

@@ -17,6 +17,7 @@ from bilip.adapters._proofs import Joint
 from bilip.adapters.foreign import Base, Foreign, compose
 from bilip.blocks import Bijection, Invert, NeuralODE
 from bilip.errors import InputError
+from bilip.nets.layers import takes_context
 
 __all__ = ["Callables", "Flagged", "Function", "from_callables", "from_vector_field", "recognise", "reverse_flag"]
 
@@ -364,7 +365,9 @@ def from_vector_field(
             f"from_vector_field(order={order!r}, data_at={data_at!r}): expected an order of {', '.join(_ORDERS)} and "
             "data_at 'start' or 'end'."
         )
-    net = field if order == "x" else Joint(field, 1) if order == "cat" else _Timed(field, order)
+    net: nn.Module = Joint(field, 1) if order == "cat" else _Timed(field, order)
+    if order == "x":  # a second argument, which may be left out, is not the time
+        net = nn.Sequential(field) if takes_context(field) else field
     block = NeuralODE(net, **options)
     return Invert(block) if data_at == "end" else block
 

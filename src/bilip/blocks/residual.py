@@ -21,7 +21,7 @@ from bilip.bounds import EPS, Box, exp_up, log_norm, log_of, log_product, norms,
 from bilip.errors import InputError, NotAContraction, NotConverged
 from bilip.nets import certify
 from bilip.nets.layers import Declared
-from bilip.nets.replay import Seeds, hooks_wait, modes_again, uncached
+from bilip.nets.replay import Seeds, as_recorded, hooks_wait, modes_again
 from bilip.nets.spectral import again, held_layers, held_now, held_together, pinned
 
 __all__ = ["Residual", "Solution", "inverting"]
@@ -184,7 +184,7 @@ class Residual(Bijection):
         memory: int = 5,
     ) -> Solution:
         """F^-1(z) with its error bound and status for each sample; nothing is raised for samples that miss the tolerance."""
-        with uncached(), certify.remembering():  # the constant and the certificate read the same layers
+        with as_recorded(), certify.remembering():  # the constant and the certificate read the same layers
             return self._solve(z, context, tolerance, method=method, memory=memory)
 
     def _solve(self, z: Tensor, context: Tensor | None, tolerance: float | None, **options: Any) -> Solution:
@@ -369,7 +369,7 @@ class _Branch:
     def again(self, x: Tensor) -> Tensor:
         """The same function in a backward pass."""
         g, now = self.block.g, {**dict(self.block.g.named_parameters()), **dict(self.block.g.named_buffers())}
-        with again(self.held), modes_again(self.modes), self.seeds.again(0), uncached():
+        with again(self.held), modes_again(self.modes), self.seeds.again(0), as_recorded():
             if not self.before and all(tensor is now.get(name) for name, tensor in self.tensors.items()):
                 return self.block.branch(x, self.context)
             tensors = {**self.tensors, **{name: buffer.clone() for name, buffer in self.before.items()}}
@@ -400,7 +400,7 @@ class _ImplicitInverse(torch.autograd.Function):
         context = others[0] if len(others) > len(ctx.names) else None
         # The parameters of the forward pass, which torch.func.functional_call may have lent to the block.
         parameters = dict(zip(ctx.names, others[len(others) - len(ctx.names) :], strict=True))
-        with torch.enable_grad(), again(ctx.held), modes_again(ctx.modes), uncached():
+        with torch.enable_grad(), again(ctx.held), modes_again(ctx.modes), as_recorded():
             inner = x.detach().requires_grad_()
             given = (inner, context) if context is not None and block._context else (inner,)
             value = torch.func.functional_call(block.g, parameters, given)

@@ -31,11 +31,14 @@ def _run() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
+        from bilip.cli._ending import end
         from bilip.cli.app import app
     except ImportError as error:
         print(f"bilip: the command line needs {error.name}: pip install 'bilip[cli]'", file=sys.stderr)
         sys.exit(2)
-    from bilip.cli._ending import end
+    except KeyboardInterrupt:
+        print("bilip: stopped", file=sys.stderr)
+        sys.exit(130)
 
     warnings.filterwarnings("ignore", message=".*deprecated")  # for the developers of libraries
     shown, warnings.showwarning = warnings.showwarning, _note

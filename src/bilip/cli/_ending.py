@@ -37,9 +37,9 @@ def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def guarded(**given: Any) -> None:
-        shown, streams = given.pop("traceback"), Streams()
+        shown, streams, stop = given.pop("traceback"), Streams(), Stop()
         try:
-            with Stop() as stop:
+            with stop:
                 verb(**given)
                 stop.check()
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
@@ -50,6 +50,8 @@ def with_exit_codes(verb: Callable[..., None]) -> Callable[..., None]:
             streams.restore()
             if shown:
                 traceback.print_exception(error)
+            if stop.asked is not None and not isinstance(error, (KeyboardInterrupt, Stopped)):
+                error = stop.asked()  # which somebody has caught, as libraries do while they load, and failed then
             end(*last_words(error))
         finally:
             streams.close()

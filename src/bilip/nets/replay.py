@@ -18,6 +18,7 @@ __all__ = [
     "Conditions",
     "Seeds",
     "Snapshot",
+    "as_recorded",
     "batch_norms",
     "buffers_again",
     "draws_numbers",
@@ -26,33 +27,33 @@ __all__ = [
     "hooks_wait",
     "leaves_behind",
     "modes_again",
-    "uncached",
+    "saves_by_hooks",
     "versions_of",
 ]
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The autocast state of a call, to be restored in its backward pass."""
+    """The autocast state of a call, to be restored in its backward pass.
+
+    Never with autocast's cache of weights: a cast that is made while no gradients are recorded has none when the region uses it again.
+    """
 
     device: str
     autocast: bool
     dtype: torch.dtype
-    cache: bool
 
     @classmethod
     def now(cls, x: Tensor) -> Conditions:
         """The conditions of this moment."""
         kind = x.device.type
-        return cls(
-            kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-        )
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> contextlib.AbstractContextManager[object]:
         """A context with these conditions."""
         if not self.autocast and not torch.is_autocast_enabled(self.device):
             return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=False)
 
 
 class Seeds:
@@ -192,7 +193,8 @@ class Snapshot:
 
 
 def _is_still(part: nn.Module) -> bool:
-    return type(part).__module__.startswith("bilip.") and not part._forward_pre_hooks
+    hooked = part._forward_pre_hooks or part._forward_hooks  # a hook may keep a buffer of its own there
+    return type(part).__module__.startswith("bilip.") and not hooked
 
 
 @contextlib.contextmanager
@@ -213,18 +215,24 @@ def buffers_again(advances: Sequence[Advance]) -> Iterator[None]:
 
 
 def versions_of(module: nn.Module, advancing: Collection[tuple[nn.Module, str]]) -> dict[str, tuple[Tensor, int]]:
-    """Frozen parameters and buffers with their versions. Not among them: running statistics, which are not used in training mode, and
-    buffers that move on with every call.
+    """Frozen parameters and buffers with their versions; under hooks for saved tensors, where autograd does not look, those that are
+    trained too. Not among them: running statistics, which are not used in training mode, and buffers that move on with every call.
     """
+    hooked = saves_by_hooks()
     moving = {id(part._buffers.get(name)) for part, name in advancing} | {
         id(buffer)
         for part in module.modules()
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.training
         for buffer in part.buffers(recurse=False)
     }
-    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    frozen = [(name, p) for name, p in module.named_parameters() if hooked or not p.requires_grad]
     still = [(name, b) for name, b in module.named_buffers() if id(b) not in moving]
     return {name: (t, t._version) for name, t in (*frozen, *still) if not t.is_inference()}
+
+
+def saves_by_hooks() -> bool:
+    """Whether a hook of the caller sees the tensors that autograd saves (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -241,16 +249,22 @@ def modes_again(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Inside, `torch.nn.utils.parametrize.cached` does nothing: a weight that is kept while no gradients are recorded has none later, and
-    copies of a layer are given what is kept of the layer itself.
+def as_recorded() -> Iterator[None]:
+    """Inside, nets compute the same whether gradients are recorded or not.
+
+    `torch.nn.utils.parametrize.cached` does nothing: a weight that is kept while no gradients are recorded has none later, and copies of a
+    layer are given what is kept of the layer itself. Transformers in evaluation mode do not take the way that torch has for them without
+    gradients, which gives other numbers at padded positions.
     """
     before: int = parametrize._cache_enabled
+    fast = torch.backends.mha.get_fastpath_enabled()
     parametrize._cache_enabled = 0
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         parametrize._cache_enabled = before
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ def _pad(layer: Any, mode: str) -> Reading | None:
     """Constants beside the entries change no distance; copies of entries do, by the root of their largest number."""
     around = [int(p) for p in layer.padding]
     fill = float(getattr(layer, "value", 0.0)) if mode == "constant" else 0.0
-    if math.isnan(fill) or (mode != "constant" and min(around) < 0):
+    if not math.isfinite(fill) or (mode != "constant" and min(around) < 0):
         return None
 
     def act(v: Tensor) -> Tensor:

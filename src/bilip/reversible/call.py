@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,12 @@ from bilip.nets.replay import (
     Conditions,
     Seeds,
     Snapshot,
+    as_recorded,
     batch_norms,
     buffers_again,
     draws_numbers,
     frozen_statistics,
     modes_again,
-    uncached,
     versions_of,
 )
 from bilip.nets.spectral import again, held_layers, held_now, held_together
@@ -37,7 +38,7 @@ from bilip.reversible.guard import REST, Drift, DriftWarning, Watch, anchors_for
 from bilip.reversible.kinks import Signs
 from bilip.reversible.mixing import MatrixWindows, Mixing
 from bilip.reversible.units import Recovered, Unit
-from bilip.reversible.within import MARGIN, NOTHING, Within, sizes
+from bilip.reversible.within import MARGIN, NOTHING, Within, places, sizes
 
 __all__ = ["Call"]
 
@@ -108,11 +109,11 @@ class Call:
             self.dtype = x.dtype
         logs: list[Tensor] = []
         stored: list[Tensor] = []
-        own = False
+        own, plain = False, _plain(context)
         self.drawn[-1] = drawn_now()
         nets = [net for unit in self.units if (net := iterated(unit.block)) is not None]
         held = held_together(layer for net in nets for layer in held_layers(net))
-        with self.matrices, one_draw(), held, uncached():
+        with self.matrices, one_draw(), held, as_recorded(), self.conditions.again():
             self.held = held_now(self.bijection)
             for k, unit in enumerate(self.units):
                 self.drawn[k] = drawn_now()
@@ -134,7 +135,7 @@ class Call:
                         seen = None if mark is None else mark.of(x)
                         self._note(leaves)
                     else:
-                        y, log, seen = unit.run(x, context, log_det=self.log_det, own=own, mark=mark, matrices=matrices)
+                        y, log, seen = unit.run(x, plain, log_det=self.log_det, own=own, mark=mark, matrices=matrices)
                 self.advances[k] = before.advances()
                 x, own = y, unit.fresh and not self.traces
                 if seen is not None:
@@ -147,8 +148,24 @@ class Call:
                 self.draws[k] = self.seeds.moved(k) or self.draws[k]
                 if log is not None:
                     logs.append(log)
+        if self.traces and not capturing(x):
+            self._warn_of_keepers()
         self.versions = versions_of(self.bijection, self._advancing())
         return x, _total(logs, x) if self.log_det else None, stored
+
+    def _warn_of_keepers(self) -> None:
+        """Where something that nets have computed outlives the call: a loss of it would train nothing, and nobody would say so."""
+        if any(unit.innermost.graph() is not None for unit in self.units):
+            gc.collect()  # what is held by cycles alone is nobody's
+        names = [unit.name for unit in self.units if unit.innermost.graph() is not None]
+        if names:
+            several = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            warnings.warn(
+                f"block {names[0]}{several} keeps a tensor that it has computed, in an attribute or by a hook: behind a memory-saving call "
+                "a loss of it trains nothing. Use Reversible(..., memory='stored') for such a loss; detach what is only looked at.",
+                DriftWarning,
+                stacklevel=2,
+            )
 
     def _is_told(self, k: int) -> bool:
         """Whether the state before unit `k` gets a fingerprint. The first state is kept; to move entries around changes no drift; and
@@ -189,7 +206,7 @@ class Call:
     def backward(self, back: Backward) -> tuple[Tensor, Sum]:
         """Gradients with respect to the input, and the parameters and the context."""
         self._require_unchanged()
-        with self.matrices, modes_again(self.modes), uncached():
+        with self.matrices, modes_again(self.modes), as_recorded():
             return self._backward(back)
 
     def stored(self, x: Tensor, context: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -203,7 +220,7 @@ class Call:
         self._require_unchanged()
         with (
             modes_again(self.modes),
-            uncached(),
+            as_recorded(),
             self.seeds.again(-1),
             drawn_again(self.drawn[-1]),
             again(self.held),
@@ -249,9 +266,10 @@ class Call:
 
         To measure it, samples are weighed at random and the walk is made once more: independent errors add up as these gradients do. Where
         it may decide, several such walks are made, since the gradients of one draw may be small by chance. How large such gradients are
-        beside those of the output differs little from loss to loss, so that a call knows from the last such walks what to expect, by what
-        is left of its gradients, and is looked at where that might matter. A captured step cannot stop to look, and takes what is to be
-        expected. Where nothing is trained but what is before the bijection, what cancels there counts.
+        beside those of the output differs little from loss to loss, as long as these look at the same outputs, so that a call knows from
+        the last such walks what to expect, by what is left of its gradients, and is looked at where that might matter, or where its loss
+        looks elsewhere. A captured step cannot stop to look, and takes what is to be expected. Where nothing is trained but what is
+        before the bijection, what cancels there counts.
         """
         if not result.parameters:
             lost = back.lost_before(grad, result.context)
@@ -266,16 +284,17 @@ class Call:
             return within.expected(left, size, NOTHING)
         expected = within.expected(left, size)
         limit = watch.guard.limit(back.x.dtype)
-        share, likely, drifted = torch.stack([left / size, expected, drift.total]).tolist()
-        doubtful = drifted * (MARGIN * likely if within.gains else NOTHING) > limit
+        numbers = torch.stack([left / size, expected, drift.total])
+        share, likely, drifted, *place = torch.cat((numbers, places(back.grad, back.grad_log))).tolist()
+        doubtful = drifted * (MARGIN * likely if within.gains and within.knows(place) else NOTHING) > limit
         if drifted > limit or not doubtful:
             return likely
-        lost = within.like(share)
+        lost = within.like(share, place)
         if lost is None:
             gains = [self._gain(watch, back, 0, size)]
             if MARGIN * drifted * gains[0] > limit * share:  # it may decide, and one draw may be far from the mean
                 gains += (self._gain(watch, back, k, size) for k in range(1, LOOKS))
-            lost = within.measured(share, math.sqrt(sum(gain * gain for gain in gains) / len(gains)))
+            lost = within.measured(share, math.sqrt(sum(gain * gain for gain in gains) / len(gains)), place)
         return lost
 
     def _within(self, watch: Watch, result: Sum) -> Within:
@@ -374,7 +393,7 @@ class Call:
         signs = signs if record is None else record.record(k)
         if known is None and unit.twice:  # the same numbers and buffers for the inverse and the second evaluation
             with torch.no_grad(), self._as_then(k):
-                known = unit.undo(y, back.context, matrices)
+                known = unit.undo(y.detach(), _plain(back.context), matrices)
         with self._as_then(k), signs:
             recovered = unit.back(
                 y,
@@ -394,7 +413,8 @@ class Call:
 
     def _again(self, k: int, x: Tensor, context: Tensor | None) -> Tensor:
         with self._as_then(k):
-            return self.units[k].run(x, context, log_det=False, matrices=self.matrices.of(k)).y
+            given = _plain(context)
+            return self.units[k].run(x.detach(), given, log_det=False, matrices=self.matrices.of(k)).y
 
     @contextlib.contextmanager
     def _as_then(self, k: int) -> Iterator[None]:
@@ -527,7 +547,7 @@ class Call:
         return grad, result
 
     def _require_unchanged(self) -> None:
-        """Trainable parameters are watched by autograd; frozen ones, buffers and swaps are watched here."""
+        """Trainable parameters are watched by autograd, unless hooks save them; frozen ones, buffers and swaps are watched here."""
         now: dict[str, Tensor] = dict(self.bijection.named_parameters())
         known = {id(p) for p in self.parameters} | {id(tensor) for tensor, _ in self.versions.values()}
         if any(id(p) not in known and not p.is_inference() for p in now.values()):
@@ -552,6 +572,11 @@ class Call:
                 f"evaluated again, the network gives another output (relative difference {difference:.1e}): it is stochastic "
                 "with a generator of its own, or its parameters or buffers have changed since. Draw from torch's global generators."
             )
+
+
+def _plain(context: Tensor | None) -> Tensor | None:
+    """Without a graph: where none is recorded, no net shall take a tensor for one that asks for gradients."""
+    return None if context is None else context.detach()
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from bilip.blocks import AdditiveCoupling, AffineCoupling, Split, Streams
 from bilip.blocks._nets import call
 from bilip.blocks.scale import SigmoidScale
 from bilip.reversible.fingerprint import kernels
-from bilip.reversible.units import Ran, Recovered, Unit, leaf, vjp
+from bilip.reversible.units import Generic, Ran, Recovered, Unit, leaf, vjp
 
 __all__ = ["Coupling"]
 
@@ -62,6 +62,11 @@ class Coupling(Unit):
             point = y1.data.requires_grad_()  # not detach: what is written into y2 does not concern the graph of y1
             given = leaf(context)
             h, shift, raw = self._nets(point, y2, given)
+        if (
+            point._backward_hooks
+        ):  # put there by a net: they see the gradient of the whole part, not only what comes through the nets
+            own_map = Generic(self.name, block, inverse=self.inverse)
+            return own_map.back(y, context, grad, grad_log, known, outside=outside, output=output)
         if fused is not None and h is not None and h.dtype == y.dtype:
             whole = h.detach().contiguous()
             g_h, g_x, seen = fused.uncouple(

@@ -70,8 +70,9 @@ class MemorySaving(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, context: Tensor | None, *parameters: Tensor):
-        z, log_det, stored = call.run(x, context)
-        z = z.clone() if z is x or z._base is not None else z  # an output of its own: no view of the input
+        begin = x.detach()  # as the states behind it: no net shall take it for one with a graph
+        z, log_det, stored = call.run(begin, context)
+        z = z.clone() if z is begin or z._base is not None else z  # an output of its own: no view of the input
         ctx.call, ctx.count = call, len(stored)
         ctx.save_for_backward(x, z, context, *stored, *parameters)
         ctx.set_materialize_grads(False)

@@ -8,8 +8,9 @@ gradient.
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from bilip.blocks import Bijection
 from bilip.errors import DriftError
-from bilip.nets.replay import hooks_wait, leaves_behind
+from bilip.nets.replay import hooks_wait, leaves_behind, saves_by_hooks
 from bilip.reversible.fingerprint import Fingerprint, Print
 
 __all__ = ["Generic", "Grads", "Kept", "Recovered", "Ran", "Rearranging", "Unit", "leaf", "vjp"]
@@ -59,6 +60,7 @@ class Unit(ABC):
     twice = False
     rearranges = False
     fresh = False
+    graph: Callable[[], object] = staticmethod(lambda: None)  # of a traced call, while anybody holds a part of it
 
     def __init__(self, name: str, block: Bijection, *, inverse: bool) -> None:
         self.name, self.block, self.inverse = name, block, inverse
@@ -93,11 +95,16 @@ class Unit(ABC):
     def traced(
         self, x: Tensor, context: Tensor | None, *, log_det: bool, matrices: Any = None
     ) -> tuple[Ran, Sequence[Tensor]]:
-        """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input."""
-        point, given = x.detach(), leaf(context)
+        """The same by the block's own map, and the leaves that ask for gradients which it has used besides its input.
+
+        `graph` tells whether something that was computed outlives the call.
+        """
+        point, given = x.detach().requires_grad_(), leaf(context)
         with torch.enable_grad(), _unhooked():
-            y, log, _ = Unit.run(self, point, given, log_det=log_det)
-        found = leaves_behind([y] if log is None else [y, log], () if given is None else (given,))
+            marked = _Marked.apply(point)
+            self.graph = weakref.ref(marked.grad_fn)
+            y, log, _ = Unit.run(self, marked, given, log_det=log_det)
+        found = leaves_behind([y] if log is None else [y, log], (point,) if given is None else (point, given))
         return Ran(y.detach(), None if log is None else log.detach()), found
 
     def undo(self, y: Tensor, context: Tensor | None, matrices: Any = None) -> Tensor:
@@ -124,14 +131,28 @@ class Unit(ABC):
         """
 
 
+class _Marked(torch.autograd.Function):
+    """A copy, whose node lives as long as anything that was computed from it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def _unhooked() -> AbstractContextManager[Any]:
     """A context in which no hook of the caller sees the tensors that are stored: those wait for the tensors of the call itself.
 
     Where there is no such hook, nothing is done: blocks that differentiate inside in batches cannot do so under hooks on a GPU.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
+    if not saves_by_hooks():
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    return torch.autograd.graph.saved_tensors_hooks(
+        Tensor.detach, lambda t: t
+    )  # an output with its node would keep itself
 
 
 class Generic(Unit):
@@ -240,7 +261,7 @@ def vjp(
             "the bijection, and has not done so when this Reversible was first called: its gradient would be lost. Register "
             "it as a parameter of the block, hand it in as context, or use Reversible(..., memory='stored')."
         )
-    with hooks_wait(inputs):
+    with hooks_wait(inputs[1:]):  # those of the point were put there by the nets, and see the whole
         found = torch.autograd.grad(
             [o for o, _ in live], inputs, [g for _, g in live], allow_unused=True, retain_graph=bool(outside) or None
         )

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MARGIN", "NOTHING", "ODD", "Within", "cancelled", "sizes", "usual", "weights"]
+__all__ = ["MARGIN", "NOTHING", "ODD", "Within", "cancelled", "places", "sizes", "usual", "weights"]
 
 ODD = 3.0  # gradients seldom are so many times larger than their sum, as independent ones add up, by chance
 NOTHING = 1e5  # gradients so many times larger than their sum leave nothing but rounding
 CALLS = 8  # so many calls that were looked at tell what to expect of others
 ALIKE, TAKEN_OVER = 1.4, 15  # what cancels within a call is taken over from one like it, for so many calls
+PARTS = 64  # a place has so many numbers at most
+NEAR = 0.5  # cosine between the places of two gradients; below, what is known of one says nothing about the other
 MARGIN = 10.0  # what is expected may be too low by this factor; of 23 losses of one flow, some of which subtract, it was 3.4 at most
 
 
@@ -25,11 +27,13 @@ class Within:
     """What cancelled within the calls of one direction, where some parameters or others are trained.
 
     Of calls that were looked at: how many times larger the gradients of the parameters would be than those of the outputs if samples
-    were independent. It says, without a look, about how much cancels in another call, by what is left of its gradients.
+    were independent. It says, without a look, about how much cancels in another call, by what is left of its gradients; if the loss
+    looks at the same outputs, in whatever units these are.
     """
 
     def __init__(self) -> None:
         self.gains: deque[float] = deque(maxlen=CALLS)
+        self.places: deque[list[float]] = deque(maxlen=CALLS)  # where the gradients of these calls were
         self.known: tuple[float, float] | None = None
         self.since = 0
         self.gain: Tensor | None = None  # the largest of them, where captured steps read it
@@ -37,18 +41,29 @@ class Within:
 
     def state(self) -> list[Any]:
         """What is carried from step to step, as JSON values."""
-        return [list(self.gains), self.known and list(self.known), self.since]
+        return [list(self.gains), self.known and list(self.known), self.since, list(self.places)]
 
     @classmethod
-    def of(cls, gains: Sequence[float], known: Sequence[float] | None, since: int) -> Within:
-        """From a state."""
+    def of(
+        cls,
+        gains: Sequence[float],
+        known: Sequence[float] | None,
+        since: int,
+        places: Sequence[Sequence[float]] = (),
+    ) -> Within:
+        """From a state; older ones have no places, so that the next call is looked at."""
         made = cls()
         made.gains.extend(map(float, gains))
         if known is not None:
             share, lost = map(float, known)
             made.known = share, lost
         made.since = int(since)
+        made.places.extend([float(n) for n in place] for place in places)
         return made
+
+    def knows(self, place: Sequence[float]) -> bool:
+        """Whether a call was looked at whose gradients were at the same outputs."""
+        return any(_are_near(place, other) for other in self.places)
 
     def read_from(self, gain: Tensor | None) -> None:
         """Keep the largest on the device in this number, since captured steps read it already."""
@@ -73,26 +88,29 @@ class Within:
         gain = self.on(left.device)
         return torch.where(gain > 0, usual(gain * size / left), unknown)
 
-    def like(self, share: float) -> float | None:
+    def like(self, share: float, place: Sequence[float]) -> float | None:
         """What was measured in a call not long ago, if this one is alike: if as much is left, or more where nothing was lost.
 
         Args:
             share: How large its gradients of the parameters are, relative to those of the outputs.
+            place: Where those of the outputs are.
         """
         self.since += 1
-        if self.known is None or self.since > TAKEN_OVER:
+        if self.known is None or self.since > TAKEN_OVER or not self.places or not _are_near(place, self.places[-1]):
             return None
         share_then, lost = self.known
         most = ALIKE if lost > 1 else math.inf
         return lost if 1 / ALIKE <= share / share_then <= most else None
 
-    def measured(self, share: float, gain: float) -> float:
+    def measured(self, share: float, gain: float, place: Sequence[float]) -> float:
         """Take note of a call that was looked at, and say how much cancels in it.
 
         Args:
             share: How large its gradients of the parameters are, relative to those of the outputs.
             gain: How large they would be, if samples were independent.
+            place: Where those of the outputs are.
         """
+        self.places.append([*place])
         if 0 < gain < math.inf:
             self.gains.append(gain)
             if self.gain is not None:
@@ -106,6 +124,26 @@ class Within:
 def usual(lost: Tensor) -> Tensor:
     """What is lost by chance, or is no number, counts as nothing."""
     return torch.where(lost > ODD, lost, 1.0)
+
+
+def places(grad: Tensor, grad_log: Tensor | None) -> Tensor:
+    """Where gradients of the outputs are: their share at each coordinate, or at each of 64 parts, and at the log-determinant.
+
+    Example:
+        >>> places(torch.tensor([[3.0, 0.0], [0.0, 0.0]]), torch.tensor([4.0, 0.0])).tolist()
+        [0.6, 0.0, 0.8]
+    """
+    each = torch.linalg.vector_norm(grad.flatten(1), dim=0, dtype=torch.float64)
+    length = math.ceil(len(each) / PARTS)
+    each = torch.linalg.vector_norm(torch.nn.functional.pad(each, (0, -len(each) % length)).view(-1, length), dim=1)
+    log = each.new_zeros(()) if grad_log is None else torch.linalg.vector_norm(grad_log, dtype=torch.float64)
+    found = torch.cat((each, log[None]))
+    return found / torch.linalg.vector_norm(found)
+
+
+def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
+    """NaN is near nothing."""
+    return len(one) == len(other) and sum(a * b for a, b in zip(one, other, strict=True)) >= NEAR
 
 
 def sizes(grads: Sequence[Tensor]) -> Tensor:
