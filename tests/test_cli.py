@@ -18,9 +18,10 @@ import torch
 
 import bilip
 from bilip import models
-from bilip.cli._ending import Stop
+from bilip.cli._ending import Stop, with_exit_codes
 from bilip.cli.cure import cure_table
 from bilip.cures.result import Attempt, Cure
+from bilip.errors import InputError
 from bilip.record import USES, AuditRecord
 from in_process import command_line
 
@@ -700,6 +701,26 @@ def test_a_second_signal_loses_nothing(bilip_, folder, monkeypatch):
         signal.signal(signal.SIGINT, before)
     assert (code, err) == (143, "bilip: stopped\n")
     assert AuditRecord.load(folder / "twice.json").settings["stopped"] is True
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("after", [RecursionError("too deep"), InputError("loading failed"), AttributeError("half loaded")])
+def test_an_interrupt_that_is_caught_and_becomes_another_error_stops_all_the_same(capsys, sent, code, after):
+    """As libraries do while they are imported."""
+
+    def verb() -> None:
+        try:
+            signal.raise_signal(sent)
+        except KeyboardInterrupt:
+            raise after from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end:
+            with_exit_codes(verb)(traceback=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (end.value.code, capsys.readouterr().err) == (code, "bilip: stopped\n")
 
 
 def test_a_third_signal_may_end_the_program(monkeypatch):

@@ -250,6 +250,10 @@ def test_orders_of_a_field():
         def forward(self, a, b):
             return a
 
+    class Optional(nn.Module):
+        def forward(self, x, strength=1.0):
+            return -x * strength
+
     x = torch.ones(1, 2)
     assert torch.allclose(from_vector_field(Swapped())(x), x * torch.exp(torch.tensor(-0.5)), atol=1e-3)
     with pytest.raises(InputError, match="which one is the time"):
@@ -260,6 +264,8 @@ def test_orders_of_a_field():
     plain = from_vector_field(net, order="x")
     assert isinstance(plain, NeuralODE)
     assert plain.bounds().inverse <= 2.72
+    optional = from_vector_field(Optional(), order="x")
+    assert torch.allclose(optional(x), x * torch.exp(torch.tensor(-1.0)), atol=1e-3)
     joined = from_vector_field(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), order="cat")
     assert joined(torch.randn(4, 2)).shape == (4, 2)
     assert joined.bounds().forward >= 1

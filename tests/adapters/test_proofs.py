@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributions.transforms import AffineTransform
 
 from adapters import zoo
 from bilip.adapters import as_bijection
 from bilip.adapters._proofs import AtanExpScale, SoftclipExpScale
 from bilip.bounds import Box
-from bilip.errors import NoGlobalBound, UnknownLipschitz
+from bilip.errors import NoGlobalBound, NonFiniteParameters, UnknownLipschitz
 from bilip.nets import MLP, Declared
 from bilip.testing import search_gains
 
@@ -202,6 +203,14 @@ def test_nothing_is_guessed(make, why):
     block = as_bijection(make())
     with pytest.raises(UnknownLipschitz, match=why):
         block.bounds(Box(-1, 1, shape=(5,)))
+
+
+@pytest.mark.parametrize("box", [None, Box(-1, 1, shape=(2,))])
+@pytest.mark.parametrize(("loc", "scale"), [(math.nan, 2.0), (math.inf, 2.0), (0.0, math.inf), (0.0, math.nan)])
+def test_numbers_that_are_not_finite_are_refused_as_tensors_are(loc, scale, box):
+    block = as_bijection(AffineTransform(loc, scale))
+    with pytest.raises(NonFiniteParameters):
+        block.bounds(box)
 
 
 def foreign_object(block):

@@ -332,6 +332,8 @@ def test_shapes_go_on_through_a_stack():
         (lambda: nn.MaxPool2d(2, return_indices=True), "parameters for which no constant is known"),
         (lambda: nn.AvgPool2d(2, divisor_override=-1), "parameters for which no constant is known"),
         (lambda: nn.Unflatten(0, (1, 2)), "parameters for which no constant is known"),
+        (lambda: nn.ConstantPad1d(1, math.inf), "parameters for which no constant is known"),
+        (lambda: nn.ConstantPad1d(1, math.nan), "parameters for which no constant is known"),
         (lambda: nn.InstanceNorm1d(2), "is not a layer whose constant is known"),
         (lambda: nn.Hardshrink(), "is not a layer whose constant is known"),
     ],

@@ -139,8 +139,8 @@ class _Marked(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _unhooked() -> AbstractContextManager[Any]:
