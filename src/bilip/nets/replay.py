@@ -257,14 +257,34 @@ def as_recorded() -> Iterator[None]:
     gradients, which gives other numbers at padded positions.
     """
     before: int = parametrize._cache_enabled
-    fast = torch.backends.mha.get_fastpath_enabled()
     parametrize._cache_enabled = 0
-    torch.backends.mha.set_fastpath_enabled(False)
+    _slow.enter()
     try:
         yield
     finally:
         parametrize._cache_enabled = before
-        torch.backends.mha.set_fastpath_enabled(fast)
+        _slow.leave()
+
+
+class _Slow:
+    """Transformers off the fast path, as long as any thread is inside."""
+
+    def __init__(self) -> None:
+        self.inside, self.before = 0, True
+
+    def enter(self) -> None:
+        if not self.inside:
+            self.before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+        if not self.inside:
+            torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+_slow = _Slow()
 
 
 @contextlib.contextmanager
