@@ -704,7 +704,9 @@ def test_a_second_signal_loses_nothing(bilip_, folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("after", [RecursionError("too deep"), InputError("loading failed"), AttributeError("half loaded")])
+@pytest.mark.parametrize(
+    "after", [RecursionError("too deep"), InputError("loading failed"), AttributeError("half loaded")]
+)
 def test_an_interrupt_that_is_caught_and_becomes_another_error_stops_all_the_same(capsys, sent, code, after):
     """As libraries do while they are imported."""
 
