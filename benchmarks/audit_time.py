@@ -236,7 +236,7 @@ atexit.register(lambda: pathlib.Path(name).write_text(str(time.process_time())))
 
 def flow():
     torch.manual_seed(0)
-    trunk = bilip.models.glow((3, 16, 16), levels=2, blocks=4, hidden=32, actnorm="identity")
+    trunk = bilip.models.glow((3, SIDE, SIDE), levels=2, blocks=BLOCKS, hidden=HIDDEN, actnorm="identity")
     with torch.no_grad():
         for p in trunk.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -275,8 +275,13 @@ def on_several(args: argparse.Namespace) -> dict[str, Any]:
     """The record of one process held against that of several, and what both took."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        (folder / "model_to_scale.py").write_text(MODEL)
-        np.save(folder / "x.npy", np.random.default_rng(0).uniform(size=(2000, 3, 16, 16)).astype("float32"))
+        model = MODEL
+        for name in ("side", "blocks", "hidden"):
+            model = model.replace(name.upper(), str(getattr(args, name)))
+        (folder / "model_to_scale.py").write_text(model)
+        np.save(
+            folder / "x.npy", np.random.default_rng(0).uniform(size=(2000, 3, args.side, args.side)).astype("float32")
+        )
         one, alone, whole = audited(folder, 1, args)
         several, together, parts = audited(folder, args.processes, args)
     pairs = zip(one["measurements"], several["measurements"], strict=False)
@@ -301,6 +306,9 @@ def main() -> None:
     parser = options(__doc__, threads=2, steps=200)  # cuda: the trunk of the classifier alone, at standard
     parser.add_argument("--images", type=Path, help="uint8 images (N, 32, 32, 3), .npy or .npz with x and y")
     parser.add_argument("--only", action="append", metavar="PART", help="cases whose name holds this")
+    parser.add_argument("--side", type=int, default=32, help="of the images, with --processes")
+    parser.add_argument("--blocks", type=int, default=8, help="of a level, with --processes")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the nets, with --processes")
     parser.add_argument("--processes", type=int, help="compare one process with so many, and nothing else")
     args = parser.parse_args()
     if args.processes:
