@@ -62,9 +62,8 @@ class Coupling(Unit):
             point = y1.data.requires_grad_()  # not detach: what is written into y2 does not concern the graph of y1
             given = leaf(context)
             h, shift, raw = self._nets(point, y2, given)
-        if (
-            point._backward_hooks
-        ):  # put there by a net: they see the gradient of the whole part, not only what comes through the nets
+        # Put there by a net: they see the gradient of the whole part, not only what comes through the nets.
+        if point._backward_hooks:
             own_map = Generic(self.name, block, inverse=self.inverse)
             return own_map.back(y, context, grad, grad_log, known, outside=outside, output=output)
         if fused is not None and h is not None and h.dtype == y.dtype:

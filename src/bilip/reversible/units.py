@@ -150,9 +150,8 @@ def _unhooked() -> AbstractContextManager[Any]:
     """
     if not saves_by_hooks():
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(
-        Tensor.detach, lambda t: t
-    )  # an output with its node would keep itself
+    # Detached: an output that is saved with its node would keep itself.
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
 
 
 class Generic(Unit):
